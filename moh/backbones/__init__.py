@@ -1,0 +1,1 @@
+"""Backbones and their wiring: TransNeXt and timm, DiT on diffusers, LLaMA on transformers."""
