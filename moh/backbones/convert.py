@@ -91,6 +91,16 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module, Wiring]]:
     return found
 
 
+def converted_layers(model: nn.Module) -> list[tuple[str, nn.Module, Wiring]]:
+    """The MoH layers of a converted model, first layer first: name, module, wiring."""
+    by_moh = {wiring.moh: wiring for wiring in _WIRINGS.values()}
+    return [
+        (name, module, by_moh[type(module)])
+        for name, module in model.named_modules()
+        if type(module) in by_moh
+    ]
+
+
 def head_shapes(model: nn.Module) -> list[tuple[int, int]]:
     """(number of heads, width of a head) of each layer that can be converted, first layer first.
 
@@ -174,11 +184,9 @@ def revert(model: Model) -> Model:
     """
     if not is_converted(model):
         raise ValueError(f"{type(model).__name__} has no MoH layer to revert")
-    mha_of = {wiring.moh: wiring.mha for wiring in _WIRINGS.values()}
-    for module in model.modules():
-        if type(module) in mha_of:
-            del module.router
-            module.__class__ = mha_of[type(module)]
+    for _, module, wiring in converted_layers(model):
+        del module.router
+        module.__class__ = wiring.mha
     for hooks in _HOOKS:
         if isinstance(model, hooks.model):
             hooks.revert(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,10 @@ class Router(nn.Module):
         self.options = options
         self.statistics: RoutingStatistics | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without statistics: these belong to a graph."""
+        return {**self.__dict__, "statistics": None}
+
     def select(self, scores_BNE: Tensor) -> Tensor:
         """Choose ``top_k`` routed heads for each token.
 
@@ -169,7 +173,7 @@ class TwoStageRouter(Router):
             mask_BN: true for tokens that count in the statistics; None for all.
         """
         # Softmax and top-k of half-precision logits tie often: float32 whatever autocast says.
-        with _no_autocast(x_BND.device.type):
+        with no_autocast(x_BND.device.type):
             return self._route(x_BND.float(), mask_BN)
 
     def _route(self, x_BND: Tensor, mask_BN: Tensor | None) -> Routing:
@@ -194,7 +198,7 @@ class TwoStageRouter(Router):
         return Routing(torch.cat(gates, dim=-1), selected_BNE.bool(), probs_BNE)
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[object]:
+def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Autocast switched off, where the device knows it at all (``meta`` does not)."""
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)

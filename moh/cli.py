@@ -1,0 +1,200 @@
+"""The entry point: Hydra's command line, with every mistake told in one line before any work."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moh.config import register
+from moh.errors import RunError, nearest
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+
+USAGE = """\
+usage: python -m moh experiment=NAME [mode=train|eval|both] [seed=N] [key=value ...]
+       python -m moh table=NAME [key=value ...]        all rows and seeds of a table
+       python -m moh experiment=NAME --cfg job         print the composed configuration
+       python -m moh -m experiment=A,B seed=0,1        any product of settings
+"""
+
+# Exit codes: 1 a run failed, 2 the command was wrong and nothing was started.
+USAGE_ERROR = 2
+
+
+def experiments() -> list[str]:
+    """Names that ``experiment=`` takes."""
+    return _options("experiment")
+
+
+def tables() -> list[str]:
+    """Names that ``table=`` takes."""
+    return _options("table")
+
+
+def _options(group: str) -> list[str]:
+    folder = CONF / group
+    names = (str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+    return sorted(name for name in names if name != "schema")
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """Compose one run's configuration, Hydra's part left out.
+
+    Raises:
+        ValueError: an unknown group option or key, or a value of the wrong type; one line.
+    """
+    return _compose(overrides, with_hydra=False)
+
+
+def _compose(overrides: Sequence[str], with_hydra: bool) -> DictConfig:
+    register()
+    if not CONF.is_dir():
+        raise ValueError(f"no folder {CONF}: run from a clone of the project, installed with -e")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
+    except MissingConfigException as error:
+        raise ValueError(_explain_missing(error, overrides)) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_explain_key(error, overrides)) from None
+
+
+def _explain_missing(error: MissingConfigException, overrides: Sequence[str]) -> str:
+    missing = str(error.missing_cfg_file)
+    group, _, name = missing.partition("/")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if value and missing == f"{key}/{value}":
+            group, name = key, value
+    options = _options(group) or list(error.options or [])
+    listed = nearest(name, options) or f"; known: {', '.join(options)}"
+    return f"unknown {group} {name!r}{listed}"
+
+
+def _explain_key(error: Exception, overrides: Sequence[str]) -> str:
+    """The key, its value and what is allowed, from Hydra's several kinds of message."""
+    text = str(error)
+    cause = str(error.__cause__ or "")
+    bad = re.search(r"Could not override '([^']+)'", text)
+    if bad and "not in" in text + cause:
+        key = bad.group(1)
+        return f"unknown key {key}={_value(key, overrides)}{_allowed(key, overrides)}"
+    full = re.search(r"full_key: (\S+)", text) or re.search(r"full_key: (\S+)", cause)
+    first = next((line for line in (cause or text).splitlines() if line.strip()), text)
+    if full and "not in" in first:
+        key = full.group(1)
+        return f"unknown key {key} in a file of conf/{_allowed(key, overrides)}"
+    if isinstance(error, ConfigCompositionException) and bad:
+        return f"{bad.group(1)}={_value(bad.group(1), overrides)}: {first}"
+    return f"{full.group(1)}: {first}" if full else first
+
+
+def _value(key: str, overrides: Sequence[str]) -> str:
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        if name == key:
+            return value
+    return "?"
+
+
+def _allowed(key: str, overrides: Sequence[str]) -> str:
+    """Keys that stand where ``key`` does not."""
+    groups = [o for o in overrides if (CONF / o.partition("=")[0]).is_dir()]
+    parent, _, leaf = key.rpartition(".")
+    try:
+        config = compose_config(groups)
+        node: Any = OmegaConf.select(config, parent) if parent else config
+        known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    except ValueError:
+        known = []
+    if not known:
+        return ""
+    return nearest(leaf, known) or f"; allowed here: {', '.join(known)}"
+
+
+def compose_jobs(arguments: Sequence[str]) -> list[DictConfig]:
+    """The configuration of every job that a command line asks for, sweeps expanded.
+
+    Raises:
+        ValueError: the first mistake, in one line.
+    """
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"{override!r} is not of the form key=value")
+    names = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if not names & {"experiment", "table"}:
+        raise ValueError(
+            "say what to run: experiment=NAME or table=NAME; experiments: "
+            + ", ".join(experiments())
+        )
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    plain = [p.input_line for p in parsed if not p.is_sweep_override()]
+    base = _compose([p for p in plain if p is not None], with_hydra=True)
+    multirun = {"-m", "--multirun"} & set(arguments) or base.hydra.mode == RunMode.MULTIRUN
+    if not multirun:
+        if any(p.is_sweep_override() for p in parsed):
+            raise ValueError("several values for a key need -m (multirun)")
+        return [compose_config(overrides)]
+    params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
+    params = [p for p in params if p.partition("=")[0] not in names]
+    jobs = BasicSweeper.split_arguments(
+        OverridesParser.create().parse_overrides([*params, *overrides]), None
+    )
+    return [compose_config(job) for batch in jobs for job in batch]
+
+
+def main() -> None:
+    """Run the command line; the exit status is 0 only if every run finished."""
+    arguments = sys.argv[1:]
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        print("experiments:", *experiments(), sep="\n  ")
+        print("tables:", *tables(), sep="\n  ")
+        sys.exit(0)
+    try:
+        jobs = compose_jobs(arguments)
+        if "--cfg" not in arguments and "--info" not in arguments:
+            from moh.validation import validate
+
+            for job in jobs:
+                validate(job)
+    except ValueError as error:
+        print(f"moh: {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+    failures: list[str] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def start(config: DictConfig) -> None:
+        from moh.runner import run
+
+        try:
+            run(config)
+        except RunError as error:
+            print(f"moh: {error}", file=sys.stderr)
+            failures.append(str(config.name))
+
+    GlobalHydra.instance().clear()
+    start()
+    if failures:
+        if len(jobs) > 1:
+            print(f"moh: {len(failures)} of {len(jobs)} runs failed: {', '.join(failures)}")
+        sys.exit(1)

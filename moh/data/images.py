@@ -1,0 +1,147 @@
+"""Labelled images that fit in memory: the embedded Fashion-MNIST subset."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moh.config import ImagesConfig
+from moh.data.order import ShuffledOrder
+from moh.errors import RunError
+
+EMBEDDED = Path(__file__).parent / "embedded" / "fashion_mnist_12k.npz"
+
+CLASS_NAMES = (
+    "T-shirt",
+    "trousers",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Training and test images with their classes.
+
+    Attributes:
+        train, test: uint8 (n, C, size, size).
+        train_labels, test_labels: int64 (n,).
+        class_names: one a class.
+        fingerprint: SHA-256 of the file they came from.
+    """
+
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+    class_names: tuple[str, ...]
+    fingerprint: str
+    config: ImagesConfig
+
+    @classmethod
+    def load(cls, config: ImagesConfig) -> ImageSet:
+        """Read the ``.npz`` of the form of the embedded one and resize it to ``config.size``.
+
+        Raises:
+            RunError: no such file, or not of the form; one line.
+        """
+        path = Path(config.root) if config.root else EMBEDDED
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise RunError(f"cannot read images {path}: {error.strerror}") from None
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                parts = {
+                    name: arrays[name]
+                    for name in ("train_images", "train_labels", "test_images", "test_labels")
+                }
+        except (ValueError, KeyError, OSError, EOFError) as error:
+            raise RunError(
+                f"{path} is not an image set: needs train_images, train_labels, test_images, "
+                f"test_labels ({str(error).splitlines()[0]})"
+            ) from None
+        return cls(
+            train=_resize(torch.from_numpy(parts["train_images"]), config),
+            train_labels=torch.from_numpy(parts["train_labels"]).long(),
+            test=_resize(torch.from_numpy(parts["test_images"]), config),
+            test_labels=torch.from_numpy(parts["test_labels"]).long(),
+            class_names=CLASS_NAMES,
+            fingerprint=hashlib.sha256(raw).hexdigest(),
+            config=config,
+        )
+
+    def normalise(self, images_BCHW: Tensor) -> Tensor:
+        """uint8 images to float32 with the configured mean and standard deviation."""
+        mean = torch.tensor(self.config.mean).view(1, -1, 1, 1)
+        std = torch.tensor(self.config.std).view(1, -1, 1, 1)
+        return (images_BCHW.float() / 255 - mean) / std
+
+    def order(self, seed: int) -> ShuffledOrder:
+        """Order of the training images, with three uniform numbers each for augmentation."""
+        return ShuffledOrder(len(self.train), seed, draws=3)
+
+    def train_batch(self, order: ShuffledOrder, first: int, count: int) -> dict[str, Tensor]:
+        """Augmented training samples ``first`` to ``first + count - 1``.
+
+        Returns:
+            ``images`` float32 (count, C, size, size), ``labels`` int64 (count,).
+        """
+        index, uniform = order.take(first, count)
+        images = augment(self.train[index], uniform, self.config.crop_padding, self.config.flip)
+        return {"images": self.normalise(images), "labels": self.train_labels[index]}
+
+
+def augment(images_BCHW: Tensor, uniform_B3: Tensor, padding: int, flip: bool) -> Tensor:
+    """Random crop of the zero-padded image and random horizontal flip.
+
+    Args:
+        images_BCHW: any dtype, (B, C, S, S).
+        uniform_B3: three numbers in [0, 1) an image: row, column, flip.
+        padding: pixels on each side; 0 for no crop.
+        flip: whether half of the images are mirrored.
+
+    Returns:
+        (B, C, S, S).
+    """
+    size = images_BCHW.shape[-1]
+    offset_B2 = (uniform_B3[:, :2] * (2 * padding + 1)).long()
+    span = torch.arange(size)
+    rows_BS = offset_B2[:, :1] + span
+    columns_BS = offset_B2[:, 1:] + span
+    if flip:
+        mirrored = uniform_B3[:, 2:] < 0.5
+        columns_BS = torch.where(mirrored, columns_BS.flip(1), columns_BS)
+    padded = F.pad(images_BCHW, [padding] * 4)
+    batch = torch.arange(len(images_BCHW)).view(-1, 1, 1)
+    taken_BSSC = padded.movedim(1, -1)[batch, rows_BS[:, :, None], columns_BS[:, None, :]]
+    return taken_BSSC.movedim(-1, 1).contiguous()
+
+
+def _resize(images_NHW: Tensor, config: ImagesConfig) -> Tensor:
+    """(n, S, S) or (n, S, S, C) uint8 to (n, C, size, size) uint8, antialiased."""
+    if images_NHW.ndim == 3:
+        images_NHW = images_NHW[..., None]
+    images = images_NHW.movedim(-1, 1)
+    if images.shape[1] != config.channels:
+        if images.shape[1] != 1:
+            raise RunError(f"images have {images.shape[1]} channels, data.channels says otherwise")
+        images = images.expand(-1, config.channels, -1, -1)
+    if images.shape[-1] != config.size:
+        resized = F.interpolate(
+            images.float(), size=config.size, mode="bilinear", antialias=True, align_corners=False
+        )
+        images = resized.round().clamp(0, 255).to(torch.uint8)
+    return images.contiguous()

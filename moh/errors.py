@@ -1,0 +1,20 @@
+"""Mistakes and bad days, told in one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RunError(RuntimeError):
+    """A run cannot go on for a reason outside the code; its message is one line for the user."""
+
+
+def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
+    """``; nearest: a, b`` for the names most like ``word``, or an empty string."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=most, cutoff=0.5)
+    # A right ending in a wrong folder is a frequent slip that difflib scores low.
+    tail = word.rsplit("/", 1)[-1]
+    close += [name for name in known if name.rsplit("/", 1)[-1] == tail and name not in close]
+    return f"; nearest: {', '.join(close[:most])}" if close else ""

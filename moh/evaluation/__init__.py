@@ -1,0 +1,1 @@
+"""What is measured: accuracy, generation metrics, language benchmarks, and the heads themselves."""

@@ -1,0 +1,1 @@
+"""From recorded runs to tables, figures and the report: nothing here trains or measures."""

@@ -1,0 +1,259 @@
+"""Run records: what a run left under ``results/runs/``, read and never written here.
+
+A record may be incomplete (a run stopped half-way, an evaluation not done yet). Whatever is absent
+reads as None or empty; whatever is unreadable becomes a line in :attr:`Records.problems`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+# Settings that move no number of the protocol: where a run lies, how it is watched and split.
+_NEUTRAL_KEYS = (
+    "experiment",
+    "seed",
+    "name",
+    "protocol",
+    "mode",
+    "table",
+    "runs_dir",
+    "results_dir",
+    "logger",
+    "hydra",
+    "data.root",
+    "eval.data_root",
+    "trainer.threads",
+    "trainer.device",
+    "trainer.device_batch",
+    "trainer.checkpoint_every",
+    "trainer.log_every",
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured number.
+
+    Attributes:
+        value: in ``unit``; an empty unit is a plain number (a share between 0 and 1, a distance).
+        stderr: standard error over the evaluated items, where the metric has one.
+        marks: restrictions of the protocol that must be shown beside the value.
+    """
+
+    value: float
+    unit: str = ""
+    n: int | None = None
+    stderr: float | None = None
+    higher_is_better: bool | None = None
+    protocol: str = ""
+    marks: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Metric:
+        """Read one entry of ``metrics.json``; keys that are absent keep their defaults."""
+        stderr = data.get("stderr")
+        return cls(
+            value=float(data["value"]),
+            unit=str(data.get("unit") or ""),
+            n=data.get("n"),
+            stderr=None if stderr is None else float(stderr),
+            higher_is_better=data.get("higher_is_better"),
+            protocol=str(data.get("protocol") or ""),
+            marks=tuple(data.get("marks") or ()),
+        )
+
+
+@dataclass(frozen=True)
+class HeadLoad:
+    """Share of tokens that select each routed head, layer by layer.
+
+    Attributes:
+        layers: module name of each routed layer, first layer first.
+        overall: one list a layer, one load a routed head.
+        groups: class or task name -> the same for its items alone.
+    """
+
+    layers: tuple[str, ...]
+    top_k: tuple[int, ...]
+    num_routed: tuple[int, ...]
+    overall: tuple[tuple[float, ...], ...]
+    groups: Mapping[str, tuple[tuple[float, ...], ...]]
+
+    def uniform(self, layer: int) -> float:
+        """Load of every head of a layer if the router balanced perfectly: ``top_k / E``."""
+        return self.top_k[layer] / self.num_routed[layer]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> HeadLoad | None:
+        """Read ``head_load.json``; layers without routed heads are left out, None if all are."""
+
+        def rows(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(map(float, loads[index])) for index in kept)
+
+        kept = [index for index, routed in enumerate(data["num_routed"]) if routed > 0]
+        if not kept:
+            return None
+        return cls(
+            layers=tuple(str(data["layers"][index]) for index in kept),
+            top_k=tuple(int(data["top_k"][index]) for index in kept),
+            num_routed=tuple(int(data["num_routed"][index]) for index in kept),
+            overall=rows(data["overall"]),
+            groups={str(name): rows(loads) for name, loads in data.get("groups", {}).items()},
+        )
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run folder: ``run.json`` plus whatever else the run has left."""
+
+    folder: Path
+    run: Mapping[str, Any]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        """Path of the run below ``runs/``."""
+        return str(self.run["run_id"])
+
+    @property
+    def name(self) -> str:
+        """Experiment that the run belongs to, seeds aside."""
+        return str(self.run["name"])
+
+    @property
+    def protocol(self) -> str:
+        """``paper``, ``demo`` or ``smoke``."""
+        return str(self.run.get("protocol", "smoke"))
+
+    @property
+    def seed(self) -> int:
+        """Seed of initialisation, data order and noise."""
+        return int(self.run.get("seed", 0))
+
+    @property
+    def finished(self) -> bool:
+        """True where the whole sample budget was trained."""
+        return self.run.get("status") == "finished"
+
+    @property
+    def share(self) -> float:
+        """Trained share of the sample budget, 0..1."""
+        return float(self.run.get("share", 1.0 if self.finished else 0.0))
+
+    @property
+    def ended(self) -> str:
+        """ISO time of the last word of the run; empty if unknown."""
+        return str(self.run.get("finished") or self.run.get("started") or "")
+
+    def get(self, path: str) -> Any:
+        """Value of ``run.json`` by dotted path (``seconds.train``); None where absent."""
+        value: Any = self.run
+        for key in path.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                return None
+            value = value[key]
+        return value
+
+    @cached_property
+    def changes(self) -> tuple[str, ...]:
+        """Overrides that make this another protocol than the experiment's own.
+
+        Heads count as a change unless the run took a name of its own from them.
+        """
+        overrides = [str(item) for item in self.run.get("overrides") or ()]
+        pairs = {item.lstrip("+~").partition("=")[0]: item for item in overrides}
+        experiment = pairs.get("experiment", "").partition("=")[2]
+        neutral = _NEUTRAL_KEYS if experiment == self.name else (*_NEUTRAL_KEYS, "heads")
+        return tuple(
+            item
+            for key, item in pairs.items()
+            if not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in neutral)
+        )
+
+    @property
+    def configuration(self) -> str:
+        """Equal for runs that differ in nothing but the seed."""
+        return str(self.run.get("config_hash") or f"{self.protocol} {self.changes}")
+
+    @cached_property
+    def curves(self) -> list[dict[str, Any]]:
+        """Logged training steps in order of samples; a torn last line is left out."""
+        path = self.folder / "curves.jsonl"
+        if not path.is_file():
+            return []
+        steps: dict[int, dict[str, Any]] = {}
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                step = json.loads(line)
+                steps[int(step["samples"])] = step
+            except (ValueError, KeyError, TypeError):
+                continue
+        return [steps[samples] for samples in sorted(steps)]
+
+    @cached_property
+    def head_load(self) -> HeadLoad | None:
+        """Head load by layer and group; None for MHA and for runs not evaluated."""
+        path = self.folder / "head_load.json"
+        try:
+            return HeadLoad.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+            return None
+
+    @property
+    def samples_image(self) -> Path | None:
+        """Grid of generated images; None where the run has none."""
+        path = self.folder / "samples.png"
+        return path if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Records:
+    """All run records of a results folder.
+
+    Attributes:
+        problems: one line for each folder that could not be read.
+    """
+
+    runs: tuple[Record, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def of(self, name: str) -> list[Record]:
+        """Runs of one experiment."""
+        return [record for record in self.runs if record.name == name]
+
+
+def load_records(results_dir: Path) -> Records:
+    """Read every run below ``results_dir/runs``; an absent folder is an empty set."""
+    runs: list[Record] = []
+    problems: list[str] = []
+    root = results_dir / "runs"
+    for path in sorted(root.glob("**/run.json")):
+        where = path.parent.relative_to(root)
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(run, dict) or "name" not in run:
+                raise ValueError("no run name in it")
+            run.setdefault("run_id", where.as_posix())
+            record = Record(path.parent, run, _read_metrics(path.with_name("metrics.json")))
+            _ = record.seed, record.share, record.configuration
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problems.append(f"{where}: unreadable record left out ({_one_line(error)})")
+        else:
+            runs.append(record)
+    return Records(tuple(runs), tuple(problems))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _read_metrics(path: Path) -> dict[str, Metric]:
+    if not path.is_file():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return {name: Metric.from_dict(item) for name, item in data["metrics"].items()}

@@ -1,0 +1,240 @@
+"""The report: one HTML file that opens without a network, made from the records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moh.reporting.cells import Cell, Table
+from moh.reporting.figures import score_column, sweep_figure, training_figure
+from moh.reporting.head_figures import load_by_group, load_by_layer
+from moh.reporting.provenance_view import Provenance, provenance
+from moh.reporting.records import Record, Records, load_records
+from moh.reporting.render import environment, to_html, to_latex
+from moh.reporting.results import RowResult, collect
+from moh.reporting.spec import EXPERIMENTS_DIR, TableDefinition, load_table
+from moh.reporting.style import png_uri, svg_uri
+from moh.reporting.tables import build_table, find_gap, gap_cell, score_cell, title_of
+
+_CARD_ROWS = 6
+
+
+@dataclass(frozen=True)
+class Image:
+    """An embedded image with the text that replaces it."""
+
+    uri: str
+    alt: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class FigureBlock:
+    """One figure of a section; without images, the caption says what is missing."""
+
+    kind: str
+    title: str
+    caption: str
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True)
+class CardLine:
+    """One model in the summary of a table."""
+
+    label: str
+    score: Cell
+    gap: Cell
+    baseline: bool
+    state: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """The comparison of a table in a few lines."""
+
+    metric: str
+    lines: tuple[CardLine, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with everything that belongs to it."""
+
+    name: str
+    family: str
+    title: str
+    table: Table
+    html: str
+    latex: str
+    card: Card | None
+    figures: tuple[FigureBlock, ...]
+    abouts: Mapping[str, str] = field(default_factory=dict)
+
+
+def build_report(
+    results_dir: Path,
+    out_path: Path,
+    tables: Sequence[str],
+    experiments_dir: Path = EXPERIMENTS_DIR,
+) -> Path:
+    """Write the report of some tables, in this order; absent runs read ``not run``.
+
+    Args:
+        results_dir: folder with ``runs/``.
+        out_path: HTML file to write; its folder is made.
+
+    Returns:
+        ``out_path``, absolute.
+
+    Raises:
+        ValueError: an unknown table, or a record that contradicts one.
+    """
+    definitions = [load_table(name, experiments_dir) for name in tables]
+    records = load_records(results_dir)
+    collected = [collect(definition, records) for definition in definitions]
+    sections = [
+        _section(definition, results, records)
+        for definition, results in zip(definitions, collected, strict=True)
+    ]
+    page = environment().get_template("report.html.j2")
+    text = page.render(
+        sections=sections,
+        demo=any(section.table.demo for section in sections),
+        only_demo=all(section.table.demo for section in sections),
+        provenance=_provenance(collected),
+        problems=records.problems,
+    )
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    out_path.write_text(text, encoding="utf-8")
+    return out_path.resolve()
+
+
+def sample_grids(
+    definition: TableDefinition, results: Mapping[str, RowResult]
+) -> list[tuple[str, Path]]:
+    """Label and grid of generated images of each row, from its first seed that has one."""
+    grids = []
+    for row in definition.spec.rows:
+        result = results[row.id]
+        paths = [run.samples_image for run in result.runs if run.samples_image is not None]
+        if paths:
+            mark = "" if result.state.complete else f", {result.state}"
+            grids.append((row.label + mark, paths[0]))
+    return grids
+
+
+def _section(
+    definition: TableDefinition, results: dict[str, RowResult], records: Records
+) -> Section:
+    spec = definition.spec
+    table = build_table(definition, records)
+    makers = {
+        "sweep": _sweep,
+        "training_curves": _training,
+        "head_load": _head_load,
+        "samples": _samples,
+    }
+    abouts = {column.header: column.about for column in spec.columns if column.about}
+    return Section(
+        name=definition.name,
+        family=spec.family,
+        title=spec.title,
+        table=table,
+        html=to_html(table),
+        latex=to_latex(table),
+        card=_card(definition, results),
+        figures=tuple(makers[name](definition, results) for name in spec.figures),
+        abouts=abouts,
+    )
+
+
+def _card(definition: TableDefinition, results: dict[str, RowResult]) -> Card | None:
+    column = score_column(definition)
+    if column is None or len(definition.spec.rows) > _CARD_ROWS:
+        return None
+    lines = []
+    for row in definition.spec.rows:
+        score = results[row.id].score(column)
+        gap = find_gap(definition, column, row, results)
+        lines.append(
+            CardLine(
+                label=row.label,
+                score=Cell() if score is None else score_cell(column, score, results[row.id].state),
+                gap=Cell("") if gap is None else gap_cell(gap, column.decimals),
+                baseline=row.baseline,
+                state=str(results[row.id].state),
+            )
+        )
+    return Card(title_of(column), tuple(lines))
+
+
+def _sweep(definition: TableDefinition, results: dict[str, RowResult]) -> FigureBlock:
+    figure = sweep_figure(definition, results)
+    caption = (
+        "The dashed line is MHA; bars and the grey band are one standard deviation over seeds, "
+        "where there are at least two. 75 % and 50 % have their colours of the other figures."
+    )
+    return FigureBlock(
+        "wide",
+        "Score against activated ratio",
+        caption,
+        () if figure is None else (Image(svg_uri(figure), "Curve: score by activated ratio"),),
+    )
+
+
+def _training(definition: TableDefinition, results: dict[str, RowResult]) -> FigureBlock:
+    figure = training_figure(definition, results)
+    caption = (
+        "Loss of the task alone, without the balance loss, as a mean over seeds: faint as logged, "
+        "full as a moving mean over 5 % of the steps. The steep first tenth is cut off."
+    )
+    return FigureBlock(
+        "wide",
+        "Training",
+        caption,
+        () if figure is None else (Image(svg_uri(figure), "Curves: loss by training samples"),),
+    )
+
+
+def _head_load(definition: TableDefinition, results: dict[str, RowResult]) -> FigureBlock:
+    label, images = definition.spec.group_label, []
+    for row in definition.spec.rows:
+        run = next((run for run in results[row.id].runs if run.head_load is not None), None)
+        if run is None or run.head_load is None:
+            continue
+        mark = "" if results[row.id].state.complete else f", {results[row.id].state}"
+        title = f"{row.label}{mark}"
+        figure = load_by_layer(run.head_load, f"{title}: by layer")
+        images.append(Image(svg_uri(figure), f"Heatmap: head load of {title} by layer"))
+        by_group = load_by_group(run.head_load, f"{title}: by {label}")
+        if by_group is not None:
+            images.append(Image(svg_uri(by_group), f"Heatmap: head load of {title} by {label}"))
+    caption = (
+        "Share of tokens that select each routed head (first seed; shared heads serve every token "
+        "and are not shown). Colour: against the uniform load, top k over routed heads, at which "
+        f"the balance loss aims. By {label}, in the last routed layer, it shows whether heads "
+        "specialise, as in the paper's Figure 8."
+    )
+    return FigureBlock("pair", "Head load", caption, tuple(images))
+
+
+def _samples(definition: TableDefinition, results: dict[str, RowResult]) -> FigureBlock:
+    images = tuple(
+        Image(png_uri(path), f"Generated images of {label}", label)
+        for label, path in sample_grids(definition, results)
+    )
+    loads = (run.head_load for result in results.values() for run in result.runs)
+    groups = next((list(load.groups) for load in loads if load is not None), [])
+    columns = f" Columns, left to right: {', '.join(groups)}." if groups else ""
+    caption = f"Samples of each model, a column a class (first seed).{columns}"
+    return FigureBlock("grids", "Samples", caption, images)
+
+
+def _provenance(collected: Sequence[Mapping[str, RowResult]]) -> Provenance:
+    runs: dict[str, Record] = {}
+    for results in collected:
+        for result in results.values():
+            runs.update((run.run_id, run) for run in result.runs)
+    return provenance(list(runs.values()))

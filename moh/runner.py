@@ -1,0 +1,179 @@
+"""One run from configuration to record: its folder, its lock, its outcome."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moh.config import (
+    ClassificationConfig,
+    Config,
+    DiTConfig,
+    GenerationConfig,
+    ImagesConfig,
+    LanguageConfig,
+    LlamaConfig,
+    TextConfig,
+    TimmConfig,
+)
+from moh.errors import RunError
+from moh.validation import validate
+
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": {"timm": TimmConfig, "dit": DiTConfig, "llama": LlamaConfig},
+    "task": {
+        "classification": ClassificationConfig,
+        "generation": GenerationConfig,
+        "language": LanguageConfig,
+    },
+}
+
+# Settings that move no number: they may change between the starts of one run.
+NOT_HASHED = ("name", "mode", "checkpoint", "seed", "runs_dir", "results_dir", "logger")
+
+
+def config_hash(config: DictConfig) -> str:
+    """Twelve hex digits of everything in the configuration that can move a number."""
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    for key in NOT_HASHED:
+        plain.pop(key)
+    for group, key in (("trainer", "log_every"), ("data", "root"), ("eval", "data_root")):
+        plain[group].pop(key, None)
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def run_id(config: DictConfig) -> str:
+    """Folder name of a run: a function of configuration and seed, never of the clock."""
+    return f"{config.name}/seed{config.seed}-{config_hash(config)[:8]}"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run folder; the lock dies with the process.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    with open(folder / "lock", "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"{folder} is in use by another process; wait for it or stop it"
+            ) from None
+        yield
+
+
+def run(config: DictConfig) -> None:
+    """Carry out one run, or skip what is finished.
+
+    The resolved configuration is frozen into the run folder first; the worker reads that file.
+
+    Raises:
+        RunError: it cannot go on; one line for the user. The traceback is in ``error.log``.
+    """
+    typed = validate(config)
+    identity = run_id(config)
+    folder = Path(typed.runs_dir) / identity
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(typed.results_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror}") from None
+    with locked(folder):
+        if typed.mode == "both" and finished(folder):
+            publish(folder, Path(typed.results_dir) / "runs" / identity)
+            print(f"{identity}: finished before, skipped")
+            return
+        write_text(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+        from moh.worker import execute
+
+        try:
+            execute(folder)
+        except RunError:
+            raise
+        except OSError as error:
+            write_text(folder / "error.log", traceback.format_exc())
+            where = f" ({error.filename})" if error.filename else ""
+            raise RunError(f"{identity}: {error.strerror or error}{where}") from None
+        except ValueError as error:
+            write_text(folder / "error.log", traceback.format_exc())
+            raise RunError(f"{identity}: {error} (traceback in {folder / 'error.log'})") from None
+        publish(folder, Path(typed.results_dir) / "runs" / identity)
+
+
+def load_config(folder: Path) -> Config:
+    """The frozen configuration of a run folder, with its types.
+
+    Raises:
+        RunError: no such file, or one of another version of the schema.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise RunError(f"{folder} has no config.yaml: not a run folder")
+    frozen = OmegaConf.load(path)
+    assert isinstance(frozen, DictConfig)
+    schema = OmegaConf.structured(Config)
+    try:
+        for group, kinds in SCHEMAS.items():
+            part = frozen[group]
+            schema[group] = OmegaConf.structured(kinds[part.get("family") or part.get("name")])
+        schema.data = OmegaConf.structured(
+            TextConfig if frozen.task.name == "language" else ImagesConfig
+        )
+        merged = OmegaConf.merge(schema, frozen)
+    except (OmegaConfBaseException, KeyError) as error:
+        raise RunError(f"{path} is not of this version: {str(error).splitlines()[0]}") from None
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
+def finished(folder: Path) -> bool:
+    """True if the run trained its whole budget and was evaluated."""
+    try:
+        status = json.loads((folder / "run.json").read_text())["status"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return bool(status == "finished") and (folder / "metrics.json").is_file()
+
+
+RECORD = (
+    "run.json",
+    "metrics.json",
+    "config.yaml",
+    "curves.jsonl",
+    "head_load.json",
+    "samples.png",
+)
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Copy the small record of a run to the tracked results folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in RECORD:
+        if (folder / name).is_file():
+            aside = target / f".{name}.tmp"
+            shutil.copyfile(folder / name, aside)
+            os.replace(aside, target / name)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that a reader never sees half of it."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text)
+    os.replace(aside, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON with a fixed layout, written as :func:`write_text` does."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

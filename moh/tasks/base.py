@@ -1,0 +1,89 @@
+"""What the training loop asks of a task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.optim import param_groups_weight_decay
+from torch import Tensor, nn
+
+from moh.data.order import StepRandom
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Metric:
+    """One score.
+
+    Attributes:
+        value: in ``unit``.
+        n: images, tokens or items behind it.
+        protocol: data, preprocessing and pipeline, in words.
+        marks: what must be said beside the number ("limit 100 items").
+    """
+
+    value: float
+    unit: str
+    n: int
+    higher_is_better: bool
+    protocol: str
+    stderr: float | None = None
+    marks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Evaluation:
+    """Scores of a model, and what was seen on the way.
+
+    Attributes:
+        metrics: name -> score.
+        head_load: JSON data of :class:`moh.evaluation.heads.HeadLoad`, None for MHA.
+        images: name -> picture file in the run folder.
+    """
+
+    metrics: dict[str, Metric]
+    head_load: dict[str, Any] | None = None
+    images: dict[str, Path] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """Batch to loss, and model to scores."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What data this is: name, sizes, hash."""
+
+    @abstractmethod
+    def batch(self, first: int, count: int) -> dict[str, Tensor]:
+        """Training samples ``first`` to ``first + count - 1`` in this run's order, on the CPU."""
+
+    @abstractmethod
+    def loss(
+        self, model: nn.Module, batch: dict[str, Tensor], random: StepRandom
+    ) -> tuple[Tensor, int]:
+        """Summed loss of a batch and the number of terms in it (images or tokens)."""
+
+    @abstractmethod
+    def terms(self, samples: int) -> int:
+        """Loss terms in ``samples`` samples; the loop divides by those of the global batch."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
+        """Score a model in evaluation mode; pictures go to ``folder``."""
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        """AdamW groups: no decay for one-dimensional parameters and what the model names."""
+        names: Callable[[], set[str]] | None = getattr(model, "no_weight_decay", None)
+        skip = names() if names is not None else set()
+        return param_groups_weight_decay(model, weight_decay, no_weight_decay_list=skip)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next(model.parameters()).device

@@ -1,0 +1,1 @@
+"""One loop for all tasks: schedule, state, checkpoints."""

@@ -1,0 +1,153 @@
+"""Checkpoints: written aside, renamed when whole, checked before use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from moh.errors import RunError
+
+MANIFEST = "manifest.json"
+
+
+def save(
+    folder: Path,
+    samples: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    ema: nn.Module | None,
+    scaler: torch.amp.GradScaler | None,
+    keep: int = 2,
+) -> Path:
+    """Write a checkpoint and drop all but the ``keep`` newest.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        samples: seen so far; names the checkpoint.
+
+    Raises:
+        RunError: it could not be written (a full disk, no permission); what was there stays.
+    """
+    target = folder / f"{samples:013d}"
+    aside = folder / f".{target.name}.tmp"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        with _one_process():
+            dcp.state_dict_saver.save(
+                _state(model, optimizer, ema), checkpoint_id=str(aside), no_dist=True
+            )
+        extra = {"samples": samples, "scaler": scaler.state_dict() if scaler else None}
+        (aside / "extra.json").write_text(json.dumps(extra))
+        sizes = {path.name: path.stat().st_size for path in aside.iterdir()}
+        (aside / MANIFEST).write_text(json.dumps(sizes))
+        for path in aside.iterdir():
+            _sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+        _sync(folder)
+    except (OSError, dcp.api.CheckpointException) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise RunError(f"cannot write checkpoint {target}: {reason}") from None
+    for old in sorted(folder.glob("[0-9]*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint; torn ones are named and passed over."""
+    for path in sorted(folder.glob("[0-9]*"), reverse=True):
+        if whole(path):
+            return path
+        print(f"{path} is not whole; trying the one before it")
+    return None
+
+
+def whole(path: Path) -> bool:
+    """True if every file of the checkpoint has the size it was written with."""
+    try:
+        sizes = json.loads((path / MANIFEST).read_text())
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    ema: nn.Module | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> int:
+    """Restore a checkpoint in place; without an optimizer only the weights.
+
+    Returns:
+        Samples seen.
+
+    Raises:
+        RunError: it is of another model, or of other heads.
+    """
+    extra = json.loads((path / "extra.json").read_text())
+    state = _state(model, optimizer, ema)
+    try:
+        with _one_process():
+            dcp.state_dict_loader.load(state, checkpoint_id=str(path), no_dist=True)
+    except (dcp.api.CheckpointException, RuntimeError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RunError(f"checkpoint {path} does not fit this model: {reason}") from None
+    if optimizer is None:
+        set_model_state_dict(model, state["model"])
+    else:
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+    if ema is not None:
+        set_model_state_dict(ema, state["ema"])
+    if scaler is not None and extra["scaler"]:
+        scaler.load_state_dict(extra["scaler"])
+    return int(extra["samples"])
+
+
+def _state(model: nn.Module, optimizer: Optimizer | None, ema: nn.Module | None) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    if optimizer is None:
+        state["model"] = get_model_state_dict(model)
+    else:
+        state["model"], state["optimizer"] = get_state_dict(model, optimizer)
+    if ema is not None:
+        state["ema"] = get_model_state_dict(ema)
+    return state
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Without PyTorch's reminder that no process group exists, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,162 @@
+"""What a configuration must satisfy beyond its types; checked before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moh.config import (
+    Config,
+    GenerationConfig,
+    ImagesConfig,
+    LanguageConfig,
+    TextConfig,
+)
+from moh.errors import nearest
+
+CHOICES = {
+    "protocol": ("paper", "demo", "smoke"),
+    "mode": ("train", "eval", "both"),
+    "optim.schedule": ("constant", "cosine"),
+    "trainer.precision": ("fp32", "bf16", "fp16"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "eval.features": ("inception", "efficientnet_lite0"),
+    "logger.wandb": ("auto", "online", "offline", "disabled"),
+}
+
+AT_LEAST_ONE = ("trainer.samples", "trainer.global_batch", "trainer.log_every", "eval.batch")
+
+
+def validate(config: DictConfig, paths: bool = True) -> Config:
+    """Check a composed configuration and give it its types.
+
+    Builds the model on the meta device, so that an impossible head plan is found here.
+
+    Args:
+        paths: whether the folders and files that it names must exist.
+
+    Raises:
+        ValueError: the first mistake: key, value, and what is allowed.
+    """
+    known = {field.name for field in dataclasses.fields(Config)}
+    for key in config:
+        if key not in known:
+            raise ValueError(f"unknown key {key!s}{nearest(str(key), known)}")
+    _require_values(config)
+    try:
+        typed: Config = OmegaConf.to_object(config)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    for key, allowed in CHOICES.items():
+        value = OmegaConf.select(config, key)
+        if value not in allowed:
+            raise ValueError(f"{key} {value!r} is not one of {', '.join(allowed)}")
+    for key in AT_LEAST_ONE:
+        if (value := OmegaConf.select(config, key)) < 1:
+            raise ValueError(f"{key} {value} must be at least 1")
+    _check_batches(typed)
+    _check_parts(typed)
+    if paths:
+        _check_paths(typed)
+    check_plan(typed)
+    return typed
+
+
+def _require_values(config: DictConfig) -> None:
+    for key in ("model", "task", "data", "optim", "trainer"):
+        if OmegaConf.is_missing(config, key) or config[key] is None:
+            raise ValueError(f"{key} is not set: the experiment file must choose one ({key}=NAME)")
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{missing[0]} has no value: set it ({missing[0]}=VALUE)")
+
+
+def _check_batches(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.device_batch is not None:
+        if trainer.device_batch < 1:
+            raise ValueError(f"trainer.device_batch {trainer.device_batch} must be at least 1")
+        if trainer.global_batch % trainer.device_batch:
+            raise ValueError(
+                f"trainer.global_batch {trainer.global_batch} is not a multiple of "
+                f"trainer.device_batch {trainer.device_batch}"
+            )
+    for key in ("samples", "checkpoint_every"):
+        value = getattr(trainer, key)
+        if value % trainer.global_batch:
+            allowed = max(1, round(value / trainer.global_batch)) * trainer.global_batch
+            raise ValueError(
+                f"trainer.{key} {value} is not a multiple of trainer.global_batch "
+                f"{trainer.global_batch}; nearest: {allowed}"
+            )
+    if trainer.threads is not None and trainer.threads < 1:
+        raise ValueError(f"trainer.threads {trainer.threads} must be at least 1")
+    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
+        raise ValueError(f"trainer.ema_decay {trainer.ema_decay} is not in (0, 1)")
+    if trainer.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("trainer.device cuda: no GPU is visible here; allowed: auto, cpu")
+
+
+def _check_parts(config: Config) -> None:
+    """Task, data and model must be of one kind."""
+    task, data, model = config.task, config.data, config.model
+    wanted = TextConfig if isinstance(task, LanguageConfig) else ImagesConfig
+    if not isinstance(data, wanted):
+        raise ValueError(f"task {task.name} cannot train on data {data.name}")
+    family = {LanguageConfig: "llama", GenerationConfig: "dit"}.get(type(task), "timm")
+    if model.family != family:
+        raise ValueError(f"task {task.name} needs a model of family {family}, not {model.family}")
+    if isinstance(data, ImagesConfig):
+        if len(data.mean) != data.channels or len(data.std) != data.channels:
+            raise ValueError(f"data.mean and data.std need {data.channels} entries, one a channel")
+        taken = {"timm": ("in_chans", "img_size"), "dit": ("in_channels", "input_size")}[family]
+        channels, size = (getattr(model, key) for key in taken)
+        if (data.channels, data.size) != (channels, size):
+            raise ValueError(
+                f"data are {data.channels}x{data.size}x{data.size}, the model takes "
+                f"{channels}x{size}x{size} (model.{taken[0]}, model.{taken[1]})"
+            )
+    if isinstance(data, TextConfig) and data.seq_len > model.max_position_embeddings:
+        raise ValueError(
+            f"data.seq_len {data.seq_len} > model.max_position_embeddings "
+            f"{model.max_position_embeddings}"
+        )
+
+
+def _check_paths(config: Config) -> None:
+    named = {
+        "data.root": config.data.root,
+        "eval.data_root": config.eval.data_root,
+        "eval.features_path": config.eval.features_path,
+    }
+    for key, value in named.items():
+        if value is not None and not Path(value).exists():
+            hint = ""
+            if key == "eval.data_root":
+                hint = f": python scripts/make_benchmark_mirror.py {value} lays it out"
+            raise ValueError(f"{key}={value} does not exist{hint}")
+    if config.checkpoint is not None and not Path(config.checkpoint).exists():
+        raise ValueError(f"checkpoint={config.checkpoint} does not exist")
+
+
+def check_plan(config: Config) -> None:
+    """Build the model where nothing is allocated; an impossible plan or model fails here."""
+    from moh.backbones.build import build_model
+
+    if getattr(config.model, "pretrained", None):
+        return
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            build_model(config.model, config.heads)
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"model {config.model.name}: {_first_line(str(error))}") from None
+
+
+def _first_line(text: str) -> str:
+    lines: Iterable[str] = (line.strip() for line in text.splitlines())
+    return next((line for line in lines if line), "cannot be built")

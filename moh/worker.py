@@ -1,0 +1,213 @@
+"""What a run does once its configuration is frozen: train, evaluate, record.
+
+``python -m moh.worker FOLDER`` starts from the frozen file alone, as a launcher does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+import moh
+from moh.backbones.build import build_model
+from moh.backbones.convert import head_plan
+from moh.config import Config
+from moh.errors import RunError
+from moh.heads import routers
+from moh.reporting import provenance
+from moh.reporting.wandb_logger import RunLogger
+from moh.runner import load_config, write_json
+from moh.tasks.base import Evaluation, Task
+from moh.training import checkpoint
+from moh.training.loop import Trainer
+from moh.training.progress import RunProgress
+
+
+def execute(folder: Path) -> None:
+    """Carry out the run whose configuration lies in ``folder``.
+
+    Raises:
+        RunError: see :class:`moh.training.loop.Trainer` and the evaluators.
+    """
+    begun, started = time.monotonic(), _now()
+    config = load_config(folder)
+    device = set_up(config)
+    provenance.reset_peak_memory()
+    plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    identity = str(folder.relative_to(config.runs_dir))
+    task = build_task(config)
+    model = build_model(config.model, config.heads, config.seed).to(device)
+    record = {
+        "run_id": identity,
+        "name": config.name,
+        "protocol": config.protocol,
+        "status": "partial",
+        "share": 0.0,
+        "seed": config.seed,
+        **describe(config, model),
+        "data": task.fingerprint(),
+        "command": shlex.join(["python", "-m", "moh", *sys.argv[1:]]),
+        "overrides": [argument for argument in sys.argv[1:] if "=" in argument],
+        "config_hash": folder.name.rpartition("-")[2],
+        **provenance.code(),
+        "versions": provenance.versions(),
+        "hardware": provenance.hardware(),
+        "seconds": _earlier_seconds(folder),
+        "started": started,
+    }
+    logger = RunLogger(config.logger, folder, plain, identity)
+    record["wandb"] = {"id": logger.id, "mode": logger.mode, "path": _wandb_path(folder)}
+    failed = True
+    try:
+        with RunProgress(identity, config.logger.progress) as progress:
+            trainer = Trainer(config, model, task, folder, logger, progress)
+            if config.mode in ("train", "both"):
+                trained = trainer.fit()
+                record["seconds"]["train"] += trained.seconds
+            else:
+                load_weights(config, folder, trainer)
+            record["share"] = trainer.samples / config.trainer.samples
+            record["samples"] = trainer.samples
+            scored = trainer.ema.module if trainer.ema and config.eval.ema else model
+            evaluation: Evaluation | None = None
+            if config.mode in ("eval", "both"):
+                evaluated = time.monotonic()
+                scored.eval()
+                evaluation = task.evaluate(scored, folder, progress)
+                record["seconds"]["eval"] = time.monotonic() - evaluated
+        done = trainer.samples >= config.trainer.samples and evaluation is not None
+        record["status"] = "finished" if done else "partial"
+        record["seconds"]["total"] += time.monotonic() - begun
+        record["seconds"] = {key: round(value, 2) for key, value in record["seconds"].items()}
+        record["peak_memory_mib"] = round(provenance.peak_memory_mib(), 1)
+        record["finished"] = _now()
+        if evaluation is not None:
+            _record_scores(folder, evaluation)
+            logger.finish(
+                {name: metric.value for name, metric in evaluation.metrics.items()},
+                evaluation.images,
+                evaluation.head_load,
+            )
+            _say_scores(progress, identity, evaluation, record)
+        write_json(folder / "run.json", record)
+        failed = False
+    finally:
+        logger.close(failed)
+
+
+def set_up(config: Config) -> torch.device:
+    """Threads, determinism and device of a run."""
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    device = config.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return torch.device(device)
+
+
+def build_task(config: Config) -> Task:
+    """The task of a configuration, with its data."""
+    if config.task.name == "classification":
+        from moh.tasks.classification import Classification
+
+        return Classification(config)
+    if config.task.name == "generation":
+        from moh.tasks.generation import Generation
+
+        return Generation(config)
+    from moh.tasks.language import Language
+
+    return Language(config)
+
+
+def describe(config: Config, model: nn.Module) -> dict[str, Any]:
+    """Heads and sizes of a model as ``run.json`` holds them."""
+    plan = head_plan(model)
+    return {
+        "heads": config.heads.name,
+        "head_plan": plan.to_dict() if plan else None,
+        "activated_ratio": plan.activated_ratio if plan else 1.0,
+        "shared_share": plan.shared_share if plan else None,
+        "routed_layers": plan.routed_layers if plan else 0,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "router_parameters": sum(
+            p.numel() for _, router in routers(model) for p in router.parameters()
+        ),
+        "global_batch": config.trainer.global_batch,
+        "moh_version": moh.__version__,
+    }
+
+
+def load_weights(config: Config, folder: Path, trainer: Trainer) -> None:
+    """Weights for ``mode=eval``: ``checkpoint=`` or the run's own newest checkpoint.
+
+    Raises:
+        RunError: nothing to load, or it does not fit.
+    """
+    source = Path(config.checkpoint) if config.checkpoint else folder
+    if source.is_file() or (source / "config.json").is_file():
+        from moh.backbones.published.load import load_published
+
+        load_published(trainer.model, source, config.model.family, ema=config.eval.ema)
+        trainer.ema = None
+        trainer.samples = config.trainer.samples
+        return
+    place = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    path = place if (place / checkpoint.MANIFEST).is_file() else checkpoint.newest(place)
+    if path is None:
+        raise RunError(f"{source} has no checkpoint; train first (mode=both) or name a file")
+    trainer.samples = checkpoint.load(path, trainer.model, None, trainer.ema)
+
+
+def _record_scores(folder: Path, evaluation: Evaluation) -> None:
+    metrics = {name: dataclasses.asdict(metric) for name, metric in evaluation.metrics.items()}
+    write_json(folder / "metrics.json", {"metrics": metrics})
+    if evaluation.head_load is not None:
+        write_json(folder / "head_load.json", evaluation.head_load)
+
+
+def _say_scores(
+    progress: RunProgress, identity: str, evaluation: Evaluation, record: dict[str, Any]
+) -> None:
+    name, metric = next(iter(evaluation.metrics.items()))
+    progress.say(
+        f"{identity}: [bold]{name} {metric.value:.2f}[/] {metric.unit}".rstrip()
+        + f"  ({record['seconds']['train']:.0f} s training, "
+        + f"{record['seconds']['eval']:.0f} s evaluation)"
+    )
+
+
+def _earlier_seconds(folder: Path) -> dict[str, float]:
+    """Seconds of earlier starts of this run; an evaluation alone must not lose them."""
+    import json
+
+    try:
+        seconds = json.loads((folder / "run.json").read_text())["seconds"]
+        return {key: float(seconds.get(key, 0)) for key in ("train", "eval", "total")}
+    except (OSError, ValueError, KeyError):
+        return {"train": 0.0, "eval": 0.0, "total": 0.0}
+
+
+def _wandb_path(folder: Path) -> str | None:
+    return str(folder / "wandb") if (folder / "wandb").is_dir() else None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+if __name__ == "__main__":
+    execute(Path(sys.argv[1]))
