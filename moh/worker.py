@@ -67,6 +67,8 @@ def execute(folder: Path) -> None:
     }
     logger = RunLogger(config.logger, folder, plain, identity)
     record["wandb"] = {"id": logger.id, "mode": logger.mode, "path": _wandb_path(folder)}
+    # A run that is killed leaves this; what it says is true at that moment.
+    write_json(folder / "run.json", record)
     failed = True
     try:
         with RunProgress(identity, config.logger.progress) as progress:

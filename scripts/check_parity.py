@@ -19,7 +19,8 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
@@ -28,7 +29,7 @@ OUTPUT, GRADIENT, METRIC = 2e-5, 2e-4, 1e-4
 
 FAMILIES = ("vit", "dit", "llama", "metrics")
 
-console = Console(highlight=False, width=110)
+console = Console(highlight=False)
 
 
 def tolerance(family: str, name: str) -> float:
@@ -87,12 +88,19 @@ def expected_names(tensors: dict[str, torch.Tensor]) -> set[str]:
     }
 
 
+def wide(console: Console) -> ConsoleOptions:
+    """Options under which nothing has to be cut."""
+    return console.options.update(max_width=10_000)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     files = parser.parse_args().files
     torch.set_grad_enabled(True)
-    table = Table("file", "tensor", "rel. error", "tolerance", "", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header in ("file", "tensor", "rel. error", "tolerance", ""):
+        table.add_column(header, no_wrap=True)
     worst, unread, passed = 0, 0, 0
     for path in files:
         try:
@@ -113,6 +121,8 @@ def main() -> int:
             table.add_row("", name, "", "", "[red]not compared[/]")
         worst += len(failed) + len(missed)
         passed += not failed and not missed
+    # Names are never cut, however narrow the terminal or pipe.
+    console.width = max(console.width, Measurement.get(console, wide(console), table).maximum)
     console.print(table)
     console.print(f"{passed} of {len(files)} files agree with the reference")
     return 2 if unread else int(worst > 0)

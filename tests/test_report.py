@@ -125,8 +125,8 @@ def test_without_records_everything_reads_not_run(tmp_path: Path) -> None:
 
 def test_figures_mark_incomplete_runs_and_the_protocol(tmp_path: Path) -> None:
     write_run(tmp_path, "demo/vit/mha", 0, top1(90.0))
-    write_run(tmp_path, "demo/vit/ratio_75", 0, top1(89.0), protocol="smoke")
-    write_run(tmp_path, "demo/vit/ratio_50", 0, top1(70.0), status="partial", share=0.3)
+    write_run(tmp_path, "demo/vit/moh_75", 0, top1(89.0), protocol="smoke")
+    write_run(tmp_path, "demo/vit/moh_50", 0, top1(70.0), status="partial", share=0.3)
     definition = load_table("demo_head_ratio")
     figure = sweep_figure(definition, collect(definition, load_records(tmp_path)))
     assert figure is not None

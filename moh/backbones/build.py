@@ -155,11 +155,13 @@ def _build_dit(model: DiTConfig, heads: HeadsConfig) -> nn.Module:
 
 
 def _build_llama(model: LlamaConfig) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
     from transformers import LlamaConfig as TransformersConfig
-    from transformers import LlamaForCausalLM
+
+    import moh.backbones.llama  # noqa: F401 registers MoH-LLaMA with the Auto classes
 
     if model.pretrained is not None:
-        return LlamaForCausalLM.from_pretrained(model.pretrained)
+        return AutoModelForCausalLM.from_pretrained(model.pretrained)
     config = TransformersConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,

@@ -147,7 +147,12 @@ class MoHLlamaModel(_MoHLlama, LlamaModel):
         A 2-D ``attention_mask`` (B, past + N) says which tokens are padding. From a mask that is
         already 4-D nothing is known of padding, and every token counts.
         """
-        if attention_mask is not None and attention_mask.dim() == 2 and self.config.head_plan:
+        # A mask may also be a BlockMask (FlexAttention).
+        if (
+            isinstance(attention_mask, Tensor)
+            and attention_mask.dim() == 2
+            and self.config.head_plan is not None
+        ):
             length = (input_ids if input_ids is not None else kwargs["inputs_embeds"]).shape[1]
             kwargs["token_mask_BN"] = attention_mask[:, -length:].bool()
         return super().forward(input_ids, attention_mask, *args, **kwargs)
@@ -185,7 +190,11 @@ def _router_options(options: Mapping[str, Any] | None) -> RouterOptions:
 def _set_classes(
     model: nn.Module, class_of: Mapping[type[nn.Module], type[nn.Module]], config: LlamaConfig
 ) -> None:
-    """Give a model and its inner decoder other classes, and all of its parts another config."""
+    """Give a model and its inner decoder other classes, and all of its parts another config.
+
+    A LLaMA with another head (classification) keeps its class: it is MoH in memory, and only the
+    decoder inside it can be saved and loaded as such.
+    """
     old = model.config
     for module in model.modules():
         if getattr(module, "config", None) is old:

@@ -180,7 +180,7 @@ def bits_per_byte(
         )
     seq_len = min(seq_len, total)
     starts = [*range(0, total - seq_len, stride), total - seq_len]
-    scored_from = [1, *(start + 1 for start in starts[1:])]
+    scored_from = [1, *(start + seq_len for start in starts[:-1])]
     device = next(model.parameters()).device
     training = model.training
     model.eval()

@@ -41,7 +41,14 @@ def _index(folders: tuple[str, ...] | None) -> Any:
 
 
 def build_task(manager: Any, name: str, shots: int, local: tuple[Path, str] | None) -> Any:
-    """A task, or a group of them, that reads its data from a folder and caches them in another."""
+    """One of lm-eval's tasks, or a group of them.
+
+    Args:
+        local: folder of the data sets, and one for their cache; None for the hub.
+
+    Raises:
+        ValueError: no data for it; one line.
+    """
     from lm_eval.tasks._factory import TaskFactory
 
     class LocalFactory(TaskFactory):
@@ -79,7 +86,11 @@ def build_task(manager: Any, name: str, shots: int, local: tuple[Path, str] | No
 
 
 def prepare(task: Any) -> int:
-    """Seed the choice of demonstrations; how many of these are evaluated rows themselves."""
+    """Seed the choice of demonstrations; how many of these are evaluated rows themselves.
+
+    Raises:
+        ValueError: more shots than demonstrations.
+    """
     task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     shots = task.get_config("num_fewshot")
     if not shots:

@@ -33,7 +33,7 @@ def sweep_figure(definition: TableDefinition, results: Mapping[str, RowResult]) 
     """Score against activated ratio, MHA as a level line (the paper's Table H as a curve).
 
     Bars and the MHA band are one standard deviation over seeds, where there are two seeds or more;
-    hollow points are runs that are no full runs of the protocol. None without any MoH point.
+    hollow points off the curve are no full runs of the protocol. None without any MoH point.
     """
     column = score_column(definition)
     if column is None:
@@ -48,13 +48,18 @@ def sweep_figure(definition: TableDefinition, results: Mapping[str, RowResult]) 
         return None
     with look():
         figure, axes = new_figure(5.8, 3.5)
-        curve = sorted((x, score.mean) for row, x, score, _ in points if not row.baseline)
-        axes.plot(*zip(*curve, strict=True), color=MUTED, linewidth=1.4, zorder=2)
+        curve = sorted(
+            (x, score.mean)
+            for row, x, score, state in points
+            if state.complete and not row.baseline
+        )
+        axes.plot([x for x, _ in curve], [y for _, y in curve], color=MUTED, linewidth=1.4)
         for row, x, score, state in points:
             named = row.baseline or row.id.endswith(_NAMED_RATIOS)
             tint = colour(row.id) if named else OTHER
             if row.baseline:
-                _level(axes, row.label, score, column)
+                label = row.label if state.complete else f"{row.label}, {state}"
+                _level(axes, label, score, column)
             axes.errorbar(
                 x,
                 score.mean,
@@ -71,13 +76,14 @@ def sweep_figure(definition: TableDefinition, results: Mapping[str, RowResult]) 
                 values = list(score.values.values())
                 axes.plot([x] * score.n, values, ".", color=tint, alpha=0.4, ms=4, zorder=3)
             if not state.complete:
+                left = x < 75  # the label goes towards the middle
                 axes.annotate(
                     str(state),
-                    (x, score.mean - (score.sd or 0.0)),
-                    xytext=(0, -9),
+                    (x, score.mean),
+                    xytext=(8 if left else -8, 0),
                     textcoords="offset points",
-                    ha="center",
-                    va="top",
+                    ha="left" if left else "right",
+                    va="center",
                     fontsize=8.5,
                     color=MUTED,
                 )

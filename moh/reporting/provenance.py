@@ -40,6 +40,7 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
+    found["torch"] = torch.__version__  # with the build, which the package's version leaves out
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
         found["cudnn"] = str(torch.backends.cudnn.version())

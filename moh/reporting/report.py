@@ -136,7 +136,12 @@ def _section(
         "head_load": _head_load,
         "samples": _samples,
     }
-    abouts = {column.header: column.about for column in spec.columns if column.about}
+    shown = {heading.group or heading.text for heading in table.headings}
+    abouts = {
+        column.header: column.about
+        for column in spec.columns
+        if column.about and title_of(column) in shown
+    }
     return Section(
         name=definition.name,
         family=spec.family,

@@ -157,7 +157,7 @@ def compare(score: Score, baseline: Score, column: ColumnSpec) -> Gap:
     else:
         value = score.mean - baseline.mean
     item_error = None
-    if sd is None and score.stderr is not None and baseline.stderr is not None:
+    if len(common) == 1 and score.stderr is not None and baseline.stderr is not None:
         item_error = math.hypot(score.stderr, baseline.stderr)
     if value == 0:
         verdict = "equal"

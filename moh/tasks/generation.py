@@ -77,7 +77,10 @@ class Generation(Task):
             f"images of {self.config.data.name} at {self.config.data.size} px, "
             f"{evaluation.sampling_steps} DDPM steps, guidance {evaluation.guidance:g}"
         )
-        metrics = {name: Metric(distance, "", count, False, protocol, marks=marks)}
+        metrics = {
+            name: Metric(distance, "", count, False, protocol, marks=marks),
+            f"{name}_untrained": self.untrained(progress),
+        }
         return Evaluation(metrics, load.to_json(), {"samples": folder / "samples.png"})
 
     @property

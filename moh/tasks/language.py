@@ -130,9 +130,14 @@ def _as_metric(name: str, key: str, result: dict[str, Any]) -> Metric:
         bool(result["higher_is_better"].get(key.split(",")[0], True)),
         protocol,
         stderr=None if stderr is None else scale * stderr,
-        marks=_marks(result["limit"]),
+        marks=_marks(result["limit"], result["evaluated_demonstrations"], result["cut_requests"]),
     )
 
 
-def _marks(limit: int | None) -> list[str]:
-    return [] if limit is None else [f"limit {limit} items"]
+def _marks(limit: int | None, leaked: int = 0, cut: int = 0) -> list[str]:
+    marks = [] if limit is None else [f"limit {limit} items"]
+    if leaked:
+        marks.append(f"{leaked} demonstrations are evaluated rows")
+    if cut:
+        marks.append(f"{cut} prompts cut to the model's length")
+    return marks

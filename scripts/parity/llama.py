@@ -85,7 +85,8 @@ def _logits(model: MoHLlamaForCausalLM, ids: Tensor, **kwargs: Tensor) -> Tensor
 def _cached_logits(model: MoHLlamaForCausalLM, ids: Tensor) -> Tensor:
     model.eval()
     pieces, cache = [], None
-    for piece in (ids[:, :PREFILL], *ids[:, PREFILL:].split(1, dim=1)):
+    steps = [ids[:, n : n + 1] for n in range(PREFILL, ids.shape[1])]
+    for piece in (ids[:, :PREFILL], *steps):
         out = model(piece, cache=cache, use_cache=True)
         pieces.append(out.logits)
         cache = out.cache

@@ -1,0 +1,143 @@
+"""Configuration: one difference between a model and its baseline, and mistakes told in one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from moh.cli import CONF, ROOT, compose_config, compose_jobs, experiments, tables
+from moh.runner import run_id
+from moh.validation import validate
+
+EXPERIMENTS = experiments()
+
+
+def baseline_of(name: str) -> str | None:
+    """The experiment that a MoH experiment is made from, None for a baseline."""
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    parent = re.search(r"^  - (?!override|_self_)(\S+)$", text, re.MULTILINE)
+    return parent.group(1) if parent else None
+
+
+PAIRS = [(name, parent) for name in EXPERIMENTS if (parent := baseline_of(name))]
+
+
+def test_every_family_has_pairs():
+    assert {name.split("/")[0] for name, _ in PAIRS} == {"vit", "dit", "llm", "demo"}
+    assert len(PAIRS) >= 25
+
+
+@pytest.mark.parametrize(("name", "parent"), PAIRS)
+def test_a_pair_differs_in_nothing_but_the_heads(name, parent):
+    moh, mha = (
+        OmegaConf.to_container(compose_config([f"experiment={n}"]), resolve=True)
+        for n in (name, parent)
+    )
+    assert moh.pop("name") == name
+    assert mha.pop("name") == parent
+    heads_moh, heads_mha = moh.pop("heads"), mha.pop("heads")
+    assert moh == mha
+    assert heads_mha["name"] == "mha"
+    assert heads_mha["ratio"] is heads_mha["num_shared"] is heads_mha["top_k"] is None
+    assert heads_moh["ratio"] or heads_moh["num_shared"]
+
+
+@pytest.mark.parametrize(("name", "parent"), PAIRS[:6])
+def test_heads_mha_turns_a_model_into_its_baseline(name, parent):
+    switched = compose_config([f"experiment={name}", "heads=mha"])
+    if name.startswith("demo/vit/ratio"):
+        pytest.skip("the ratio is part of the experiment")
+    assert switched.heads == compose_config([f"experiment={parent}"]).heads
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_is_valid_and_named_after_its_file(name):
+    config = validate(compose_config([f"experiment={name}"]), paths=False)
+    assert config.name == name
+
+
+def test_demo_numbers_cannot_be_taken_for_the_papers():
+    for name in EXPERIMENTS:
+        config = compose_config([f"experiment={name}"])
+        assert (config.protocol == "demo") == name.startswith("demo/")
+
+
+def test_rows_and_commands_of_a_table_agree():
+    for name in tables():
+        jobs = compose_jobs([f"table={name}"])
+        rows = OmegaConf.load(ROOT / "experiments" / name / "table.yaml").rows
+        assert {job.name for job in jobs} == {row.experiment for row in rows}
+
+
+def test_the_run_folder_is_a_function_of_config_and_seed():
+    first = run_id(compose_config(["experiment=demo/vit/mha"]))
+    assert first == run_id(compose_config(["experiment=demo/vit/mha"]))
+    assert first.startswith("demo/vit/mha/seed0-")
+    for change in ("optim.lr=0.1", "seed=1", "heads=moh_50", "model.drop_path_rate=0.3"):
+        assert run_id(compose_config(["experiment=demo/vit/mha", change])) != first
+    for same in ("logger.wandb=disabled", "mode=eval", "results_dir=elsewhere"):
+        assert run_id(compose_config(["experiment=demo/vit/mha", same])) == first
+
+
+MISTAKES = [
+    (["experiment=demo/vit/moh_57"], "unknown experiment 'demo/vit/moh_57'; nearest: demo/vit/moh"),
+    (["experiment=moh_s_75"], "nearest: .*vit/moh_s_75"),
+    (["table=demo_vti"], "unknown table 'demo_vti'; nearest: demo_vit"),
+    (["experiment=demo/vit/mha", "heads=moh75"], "unknown heads 'moh75'; nearest: moh_75"),
+    (["experiment=demo/vit/mha", "heads.raito=1"], "unknown key heads.raito=1; nearest: ratio"),
+    (["experiment=demo/vit/mha", "+foo=1"], "unknown key foo"),
+    (["experiment=demo/vit/mha", "optim.lr=fast"], "optim.lr: Value 'fast'.*Float"),
+    (["experiment=demo/vit/mha", "mode=trian"], "mode 'trian' is not one of train, eval, both"),
+    (["experiment=demo/vit/mha", "trainer.device_batch=100"], "128 is not a multiple of .* 100"),
+    (["experiment=demo/vit/mha", "trainer.samples=1000"], "1000 is not a multiple .*nearest: 1024"),
+    (
+        ["experiment=demo/vit/mha", "heads.num_shared=[1,2,2,2]", "heads.top_k=[2,2,2,9]"],
+        "top_k 9 > 6 routed heads in layer 3",
+    ),
+    (["experiment=demo/vit/moh_75", "heads.ratio=1.5"], r"ratio 1.5 is not in \(0, 1\]"),
+    (["experiment=demo/vit/moh_75", "heads.router=linear"], "linear.*two_stage, query_norm"),
+    (["experiment=demo/vit/mha", "data=state_of_the_union"], "cannot train on data"),
+    (["experiment=demo/vit/mha", "model.in_chans=3"], "data are 1x32x32, the model takes 3x32x32"),
+    (["experiment=demo/vit/mha", "data.root=/no/such"], "data.root=/no/such does not exist"),
+    (["experiment=demo/vit/mha", "model.name=transnext_smal"], "not a timm model; nearest"),
+    (["experiment=demo/vit/mha", "+model.args.depth=3"], "model.args.depth is not an argument"),
+    (["experiment=demo/vit/mha", "seed"], "'seed' is not of the form key=value"),
+    (["seed=1"], "say what to run"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_a_mistake_is_one_line_that_names_it(arguments, message):
+    def check() -> None:
+        for job in compose_jobs(arguments):
+            validate(job)
+
+    with pytest.raises(ValueError, match=message) as caught:
+        check()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_ends_with_status_2_and_leaves_nothing(tmp_path: Path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "moh",
+            "experiment=demo/vit/mha",
+            "optim.lrr=1",
+            f"runs_dir={tmp_path}/runs",
+            f"results_dir={tmp_path}/results",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == "moh: unknown key optim.lrr=1; nearest: lr"
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())

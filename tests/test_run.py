@@ -1,0 +1,327 @@
+"""A run from command to record: exact resumption, honest failure, complete records."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from moh.cli import compose_config
+from moh.errors import RunError
+from moh.runner import finished, locked, run, run_id
+from moh.tasks.classification import Classification
+from moh.training import checkpoint
+from moh.training.loop import Trainer
+
+TINY = {
+    "vit": ["experiment=demo/vit/moh_50", "model.args.depths=[1,1]"],
+    "dit": [
+        "experiment=demo/dit/moh_50",
+        "model.depth=1",
+        "eval.samples=20",
+        "eval.sampling_steps=2",
+    ],
+    "llm": [
+        "experiment=demo/llm/moh_50",
+        "model.num_hidden_layers=1",
+        "eval.tasks=[]",
+        "eval.data_root=null",
+    ],
+}
+
+
+def tiny(family: str, folder: Path, *more: str) -> DictConfig:
+    """A run of four updates of 16 samples."""
+    config = compose_config(
+        [
+            *TINY[family],
+            "trainer.samples=64",
+            "trainer.global_batch=16",
+            "trainer.log_every=1",
+            "optim.warmup_samples=16",
+            f"runs_dir={folder}/runs",
+            f"results_dir={folder}/results",
+            "logger.progress=false",
+            "logger.wandb=disabled",
+            *more,
+        ]
+    )
+    return config
+
+
+def folder_of(config: DictConfig) -> Path:
+    return Path(config.runs_dir) / run_id(config)
+
+
+def weights(config: DictConfig) -> dict[str, torch.Tensor]:
+    """Every tensor of a run's newest checkpoint: model, averages, optimiser."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    path = checkpoint.newest(folder_of(config) / "checkpoints")
+    state: dict = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(str(path)),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    flat: dict[str, torch.Tensor] = {}
+
+    def walk(prefix: str, value: object) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{prefix}/{key}", item)
+        elif isinstance(value, torch.Tensor):
+            flat[prefix] = value
+
+    walk("", state)
+    return flat
+
+
+class StopError(Exception):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("family", ["vit", "dit", "llm"])
+def test_a_stopped_run_goes_on_bit_for_bit(family, tmp_path, monkeypatch):
+    whole = tiny(family, tmp_path / "a", "trainer.checkpoint_every=16")
+    run(whole)
+
+    stopped = tiny(family, tmp_path / "b", "trainer.checkpoint_every=16")
+    update, calls = Trainer._update, []
+
+    def stopping(self, logged):
+        calls.append(self.samples)
+        if len(calls) == 3:
+            raise StopError
+        return update(self, logged)
+
+    monkeypatch.setattr(Trainer, "_update", stopping)
+    with pytest.raises(StopError):
+        run(stopped)
+    assert not finished(folder_of(stopped))
+    run(stopped)
+    assert calls == [0, 16, 32, 32, 48]
+
+    first, second = weights(whole), weights(stopped)
+    assert first.keys() == second.keys()
+    assert len(first) > 20
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    scores = [
+        json.loads((folder_of(c) / "metrics.json").read_text())["metrics"] for c in (whole, stopped)
+    ]
+    assert scores[0] == scores[1]
+    curves = [
+        [
+            json.loads(line) | {"samples_per_second": 0}
+            for line in (folder_of(c) / "curves.jsonl").read_text().splitlines()
+        ]
+        for c in (whole, stopped)
+    ]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("family", ["vit", "dit", "llm"])
+def test_accumulation_changes_rounding_alone(family, tmp_path):
+    losses = []
+    for device_batch in (16, 4):
+        config = tiny(
+            family,
+            tmp_path / str(device_batch),
+            f"trainer.device_batch={device_batch}",
+            "heads.balance_coef=0",
+            *(["model.drop_path_rate=0"] if family == "vit" else []),
+        )
+        run(config)
+        rows = (folder_of(config) / "curves.jsonl").read_text().splitlines()
+        losses.append(torch.tensor([json.loads(row)["task_loss"] for row in rows]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=2e-5, atol=1e-6)
+
+
+def test_a_finished_run_is_skipped_and_another_config_is_another_run(tmp_path, capsys):
+    config = tiny("vit", tmp_path)
+    run(config)
+    before = (folder_of(config) / "run.json").read_text()
+    run(config)
+    assert "finished before, skipped" in capsys.readouterr().out
+    assert (folder_of(config) / "run.json").read_text() == before
+    other = tiny("vit", tmp_path, "optim.lr=0.001")
+    assert folder_of(other) != folder_of(config)
+
+
+def test_the_record_says_what_was_run(tmp_path):
+    config = tiny("vit", tmp_path)
+    run(config)
+    target = Path(config.results_dir) / "runs" / run_id(config)
+    record = json.loads((target / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert (record["samples"], record["share"], record["seed"]) == (64, 1.0, 0)
+    assert record["protocol"] == "demo"
+    assert record["activated_ratio"] == 0.5
+    assert len(record["head_plan"]) == 2
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["hardware"]["threads"] == torch.get_num_threads()
+    assert len(record["data"]["sha256"]) == 64
+    assert record["seconds"]["train"] > 0
+    metrics = json.loads((target / "metrics.json").read_text())["metrics"]
+    assert metrics["top1"]["n"] == 2000
+    assert "2000 test images" in metrics["top1"]["protocol"]
+    load = json.loads((target / "head_load.json").read_text())
+    assert len(load["groups"]) == 10
+    for top_k, heads in zip(load["top_k"], load["overall"], strict=True):
+        assert sum(heads) == pytest.approx(top_k, abs=1e-3)
+    assert not (target / "checkpoints").exists()
+
+
+def test_a_torn_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
+    config = tiny("vit", tmp_path, "trainer.checkpoint_every=16", "mode=train")
+    run(config)
+    kept = sorted((folder_of(config) / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["0000000000048", "0000000000064"]
+    victim = next(kept[1].glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-100])
+    run(config)
+    assert "not whole" in capsys.readouterr().out
+    assert checkpoint.whole(folder_of(config) / "checkpoints" / "0000000000064")
+
+
+def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
+    config = tiny("vit", tmp_path, "trainer.checkpoint_every=16")
+    loss = Classification.loss
+
+    def poisoned(self, model, batch, random):
+        value, count = loss(self, model, batch, random)
+        return (value * float("nan") if len(seen) >= 2 else value), seen.append(count) or count
+
+    seen: list[int] = []
+    monkeypatch.setattr(Classification, "loss", poisoned)
+    with pytest.raises(RunError, match=r"not finite at step 2 \(sample 32\); last good.*0032"):
+        run(config)
+    assert checkpoint.newest(folder_of(config) / "checkpoints").name == "0000000000032"
+    assert json.loads((folder_of(config) / "run.json").read_text())["status"] == "partial"
+    assert not (folder_of(config) / "metrics.json").exists()
+
+
+def test_a_second_run_in_one_folder_refuses(tmp_path):
+    config = tiny("vit", tmp_path)
+    folder = folder_of(config)
+    folder.mkdir(parents=True)
+    with locked(folder), pytest.raises(RunError, match="in use by another process"):
+        run(config)
+
+
+def test_broken_data_are_one_line(tmp_path):
+    broken = tmp_path / "images.npz"
+    broken.write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(RunError, match="not an image set"):
+        run(tiny("vit", tmp_path, f"data.root={broken}"))
+
+
+def test_eval_needs_and_takes_a_checkpoint(tmp_path):
+    config = tiny("vit", tmp_path)
+    with pytest.raises(RunError, match="has no checkpoint; train first"):
+        run(tiny("vit", tmp_path, "mode=eval"))
+    run(config)
+    folder = folder_of(config)
+    again = tiny("vit", tmp_path / "other", "mode=eval", f"checkpoint={folder}")
+    run(again)
+    scores = [json.loads((folder_of(c) / "metrics.json").read_text()) for c in (config, again)]
+    assert scores[0] == scores[1]
+
+
+def test_a_checkpoint_of_other_heads_is_refused(tmp_path):
+    config = tiny("vit", tmp_path)
+    run(config)
+    other = tiny(
+        "vit", tmp_path, "heads.ratio=0.75", "mode=eval", f"checkpoint={folder_of(config)}"
+    )
+    with pytest.raises(RunError, match=r"does not fit this model.*router"):
+        run(other)
+
+
+def test_a_published_file_loads_and_a_pickle_with_code_is_refused(tmp_path):
+    from moh.backbones.build import build_model
+    from moh.backbones.published.vit import to_published
+    from moh.validation import validate
+
+    config = tiny("vit", tmp_path, "mode=eval")
+    typed = validate(config)
+    model = build_model(typed.model, typed.heads, seed=5)
+    good = tmp_path / "good.pth"
+    torch.save({"model": to_published(model.state_dict())}, good)
+    run(tiny("vit", tmp_path, "mode=eval", f"checkpoint={good}"))
+
+    state = to_published(model.state_dict())
+    state["extra.weight"] = state.pop("head.bias")
+    torch.save({"model": state}, tmp_path / "other.pth")
+    with pytest.raises(RunError, match=r"missing: head\.bias; unexpected: extra\.weight"):
+        run(tiny("vit", tmp_path, "mode=eval", f"checkpoint={tmp_path}/other.pth"))
+
+    torch.save({"model": {}, "hook": nn.Linear(1, 1)}, tmp_path / "code.pth")
+    with pytest.raises(RunError, match="refused: it holds more than tensors"):
+        run(tiny("vit", tmp_path, "mode=eval", f"checkpoint={tmp_path}/code.pth"))
+
+
+@pytest.mark.parametrize("family", ["vit", "dit"])
+def test_the_wandb_folder_holds_config_curves_scores_and_images(family, tmp_path):
+    from wandb.proto import wandb_internal_pb2
+
+    config = tiny(family, tmp_path, "logger.wandb=offline")
+    run(config)
+    record = json.loads((folder_of(config) / "run.json").read_text())
+    folder = next((folder_of(config) / "wandb").glob("offline-run-*"))
+    assert record["wandb"]["id"] in folder.name
+    configs, history, summary, files = {}, [], {}, []
+    for data in _wandb_records(next(folder.glob("*.wandb"))):
+        item = wandb_internal_pb2.Record()
+        item.ParseFromString(data)
+        kind = item.WhichOneof("record_type")
+        if kind == "run":
+            configs |= {u.key: json.loads(u.value_json) for u in item.run.config.update}
+        elif kind == "history":
+            history.append({_key(i): json.loads(i.value_json) for i in item.history.item})
+        elif kind == "summary":
+            summary |= {_key(u): json.loads(u.value_json) for u in item.summary.update}
+        elif kind == "files":
+            files += [f.path for f in item.files.files]
+    assert configs["heads"]["ratio"] == 0.5
+    assert configs["optim"]["lr"] == config.optim.lr
+    losses = [row["train/task_loss"] for row in history if "train/task_loss" in row]
+    curve = (folder_of(config) / "curves.jsonl").read_text().splitlines()
+    assert losses == [json.loads(row)["task_loss"] for row in curve]
+    assert any(key.startswith("head_load/") for row in history for key in row)
+    metrics = json.loads((folder_of(config) / "metrics.json").read_text())["metrics"]
+    for name, metric in metrics.items():
+        assert summary[name] == pytest.approx(metric["value"])
+    if family == "dit":
+        assert list((folder / "files" / "media" / "images").glob("*.png"))
+    shutil.rmtree(folder)
+
+
+def _key(item) -> str:
+    return item.key or ".".join(item.nested_key)
+
+
+def _wandb_records(path: Path):
+    """Records of a ``.wandb`` file: LevelDB's log format, in blocks of 32 KiB."""
+    raw = path.read_bytes()
+    position, parts = 7, b""  # past the file header
+    while position + 7 <= len(raw):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        size = int.from_bytes(raw[position + 4 : position + 6], "little")
+        kind = raw[position + 6]
+        parts += raw[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            yield parts
+            parts = b""
