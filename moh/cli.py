@@ -147,8 +147,9 @@ def compose_jobs(arguments: Sequence[str]) -> list[DictConfig]:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ValueError(str(error).splitlines()[0]) from None
-    plain = [p.input_line for p in parsed if not p.is_sweep_override()]
-    base = _compose([p for p in plain if p is not None], with_hydra=True)
+    # Settings of a run need its experiment: before the rows are known only the rest composes.
+    whole = [o for o in overrides if o.startswith(("table=", "hydra"))]
+    base = _compose(whole, with_hydra=True)
     multirun = {"-m", "--multirun"} & set(arguments) or base.hydra.mode == RunMode.MULTIRUN
     if not multirun:
         if any(p.is_sweep_override() for p in parsed):
@@ -180,21 +181,37 @@ def main() -> None:
     except ValueError as error:
         print(f"moh: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
-    failures: list[str] = []
+    elsewhere = any(
+        a.startswith("hydra/launcher=") and a != "hydra/launcher=basic" for a in arguments
+    )
+    if elsewhere or {"--cfg", "-c", "--info", "-i"} & set(arguments):
+        _hand_to_hydra()
+    else:
+        sys.exit(_run_here(jobs))
+
+
+def _run_here(jobs: Sequence[DictConfig]) -> int:
+    """Carry out runs one after the other, none held up by another's failure."""
+    from moh.runner import run
+
+    failures = []
+    for job in jobs:
+        try:
+            run(job)
+        except RunError as error:
+            print(f"moh: {error}", file=sys.stderr, flush=True)
+            failures.append(str(job.name))
+    if failures and len(jobs) > 1:
+        print(f"moh: {len(failures)} of {len(jobs)} runs failed: {', '.join(failures)}")
+    return int(bool(failures))
+
+
+def _hand_to_hydra() -> None:
+    """Let Hydra print, or its launcher plugin carry the jobs elsewhere."""
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def start(config: DictConfig) -> None:
-        from moh.runner import run
-
-        try:
-            run(config)
-        except RunError as error:
-            print(f"moh: {error}", file=sys.stderr)
-            failures.append(str(config.name))
+        _run_here([config])
 
     GlobalHydra.instance().clear()
     start()
-    if failures:
-        if len(jobs) > 1:
-            print(f"moh: {len(failures)} of {len(jobs)} runs failed: {', '.join(failures)}")
-        sys.exit(1)

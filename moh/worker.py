@@ -116,6 +116,8 @@ def set_up(config: Config) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         torch.use_deterministic_algorithms(True)
+        # Filling every new tensor with NaN is a debugging aid that costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return torch.device(device)
 

@@ -175,7 +175,7 @@ def test_clipping_bounds_the_predicted_clean_input():
     diffusion = GaussianDiffusion()
     x, t, labels = 5 * torch.randn(4, 1, 2, 2), torch.tensor([999] * 4), torch.zeros(4).long()
     free = diffusion.p_mean_variance(linear_model, x, t, labels)
-    clipped = diffusion.p_mean_variance(linear_model, x, t, labels, clip=True)
+    clipped = diffusion.p_mean_variance(linear_model, x, t, labels, clip=1.0)
     assert free.pred_xstart.abs().max() > 1
     assert torch.equal(clipped.pred_xstart, free.pred_xstart.clamp(-1, 1))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def stable_seed(*parts: int | str) -> int:
+def stable_seed(*parts: int | float | str) -> int:
     """A 63-bit seed from any mix of numbers and words, the same in every process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

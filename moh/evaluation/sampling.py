@@ -125,7 +125,7 @@ def sample(
     *,
     guidance_channels: int = 3,
     null_label: int | None = None,
-    clip: bool = False,
+    clip: float | None = None,
 ) -> Tensor:
     """Draw images by ancestral sampling over all steps of ``diffusion``.
 

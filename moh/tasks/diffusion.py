@@ -150,12 +150,17 @@ class GaussianDiffusion:
         return TrainingLosses(mse_B + vb_B, mse_B, vb_B)
 
     def p_mean_variance(
-        self, model: Model, x: Tensor, t_B: Tensor, labels_B: Tensor, clip: bool = False
+        self,
+        model: Model,
+        x: Tensor,
+        t_B: Tensor,
+        labels_B: Tensor,
+        clip: float | None = None,
     ) -> Prediction:
         """The model's distribution of x_{t-1} given x_t.
 
         Args:
-            clip: whether to clamp the predicted clean input to [-1, 1]. DiT does not; it makes
+            clip: bound of the predicted clean input, None for none. DiT has none; it makes
                 sense for pixels only.
         """
         return self._predict(self._call(model, x, t_B, labels_B), x, t_B, clip)
@@ -174,7 +179,9 @@ class GaussianDiffusion:
             )
         return output
 
-    def _predict(self, output: Tensor, x: Tensor, t_B: Tensor, clip: bool = False) -> Prediction:
+    def _predict(
+        self, output: Tensor, x: Tensor, t_B: Tensor, clip: float | None = None
+    ) -> Prediction:
         tables = self._tables(x.device)
         eps, v = output.chunk(2, dim=1)
         upper = _at(tables.log_betas, t_B, x)
@@ -185,8 +192,8 @@ class GaussianDiffusion:
             _at(tables.sqrt_recip_cumprod, t_B, x) * x
             - _at(tables.sqrt_recip_cumprod_minus_one, t_B, x) * eps
         )
-        if clip:
-            pred_xstart = pred_xstart.clamp(-1, 1)
+        if clip is not None:
+            pred_xstart = pred_xstart.clamp(-clip, clip)
         mean = self._posterior_mean(pred_xstart, x, t_B)
         return Prediction(mean, log_variance.exp(), log_variance, pred_xstart)
 

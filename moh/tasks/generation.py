@@ -99,7 +99,13 @@ class Generation(Task):
             return torch.cat([torch.zeros_like(x)] * 2, dim=1)
 
         evaluation = self.config.eval
-        key = ("untrained", self.config.seed, evaluation.sampling_steps, self.num_samples)
+        key = (
+            "untrained",
+            self.config.seed,
+            evaluation.sampling_steps,
+            self.num_samples,
+            *self.config.data.std,
+        )
         statistics = self._cached(key, lambda: self._features(self._generate(zero, progress)))
         distance = frechet_distance(self.reference, statistics)
         protocol = "the same protocol before training"
@@ -122,7 +128,7 @@ class Generation(Task):
         return statistics
 
     def _cached(
-        self, key: tuple[str | int, ...], build: Callable[[], FeatureStatistics]
+        self, key: tuple[str | int | float, ...], build: Callable[[], FeatureStatistics]
     ) -> FeatureStatistics:
         """Feature statistics that no weight of the model enters, kept between runs."""
         data, extractor = self.config.data, self.extractor
@@ -156,11 +162,28 @@ class Generation(Task):
                 guidance=evaluation.guidance,
                 seed=self.config.seed,
                 null_label=self.num_classes,
-                clip=not self.config.task.latent,
+                clip=self._bound,
             )
-            pieces.append(to_uint8(x).cpu())
-            progress("sampling", numbers.stop, self.num_samples)
+            pieces.append(to_uint8(self._to_unit(x)).cpu())
+            progress("sampling", numbers.stop, self.num_samples, *self.config.data.std)
         return torch.cat(pieces)
+
+    @property
+    def _bound(self) -> float | None:
+        """Largest absolute value of a normalised pixel; latents have none."""
+        if self.config.task.latent:
+            return None
+        ends = [abs((end - m) / s) for end in (0, 1) for m, s in self._scales]
+        return max(ends)
+
+    @property
+    def _scales(self) -> list[tuple[float, float]]:
+        return list(zip(self.config.data.mean, self.config.data.std, strict=True))
+
+    def _to_unit(self, x_BCHW: Tensor) -> Tensor:
+        """Normalised pixels to [-1, 1]."""
+        mean, std = torch.tensor(self._scales, device=x_BCHW.device).T[:, None, :, None, None]
+        return 2 * (x_BCHW * std + mean) - 1
 
     @cached_property
     def extractor(self) -> FeatureExtractor:

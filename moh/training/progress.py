@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 
@@ -39,7 +40,7 @@ class RunProgress:
 
     def __init__(self, label: str, enabled: bool = True) -> None:
         self.label, self.enabled = label, enabled
-        self.live = enabled and console.is_terminal
+        self.live = enabled and console.is_terminal and "MOH_PLAIN_PROGRESS" not in os.environ
         self._phase: str | None = None
         self._task: int | None = None
         self._last = time.monotonic()
@@ -74,6 +75,7 @@ class RunProgress:
         if not self.enabled:
             return
         if phase != self._phase:
+            self._last = time.monotonic()
             if self._task is not None:
                 self._progress.remove_task(self._task)  # type: ignore[arg-type]
             self._phase = phase
@@ -83,9 +85,9 @@ class RunProgress:
             self._progress.update(self._task, completed=done, total=total, note=note)  # type: ignore[arg-type]
         elif time.monotonic() - self._last > self.LOG_EVERY:
             self._last = time.monotonic()
-            console.print(f"{self.label}  {phase} {done}/{total}  {note}".rstrip())
+            console.print(f"{self.label}  {phase} {done}/{total}  {note}".rstrip(), soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
         if self.enabled:
-            console.print(text)
+            console.print(text, soft_wrap=True)
