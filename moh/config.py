@@ -108,7 +108,9 @@ class ImagesConfig(DataConfig):
     mean: list[float] = MISSING
     std: list[float] = MISSING
     flip: bool = True
-    crop_padding: int = 0  # pixels of zero padding for random crops; 0: none
+    crop_padding: int = 0  # pixels of zero padding for random crops; 0: none (npz)
+    form: str = "npz"  # npz (all in memory) | folder (train/ and val/, a folder a class) | latents
+    repeats: int = 1  # times that a pass shows each image it has (repeated augmentation; folder)
     workers: int = 8
 
 

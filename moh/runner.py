@@ -20,12 +20,17 @@ from moh.config import (
     ClassificationConfig,
     Config,
     DiTConfig,
+    EvalConfig,
     GenerationConfig,
+    HeadsConfig,
     ImagesConfig,
     LanguageConfig,
     LlamaConfig,
+    LoggerConfig,
+    OptimConfig,
     TextConfig,
     TimmConfig,
+    TrainerConfig,
 )
 from moh.errors import RunError
 from moh.validation import validate
@@ -39,6 +44,14 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
 }
 
+GROUPS: dict[str, type] = {
+    "heads": HeadsConfig,
+    "optim": OptimConfig,
+    "trainer": TrainerConfig,
+    "eval": EvalConfig,
+    "logger": LoggerConfig,
+}
+
 # Settings that move no number: they may change between the starts of one run.
 NOT_HASHED = ("name", "mode", "checkpoint", "seed", "runs_dir", "results_dir", "logger")
 
@@ -46,11 +59,39 @@ NOT_HASHED = ("name", "mode", "checkpoint", "seed", "runs_dir", "results_dir", "
 def config_hash(config: DictConfig) -> str:
     """Twelve hex digits of everything in the configuration that can move a number."""
     plain: Any = OmegaConf.to_container(config, resolve=True)
+    defaults: Any = OmegaConf.to_container(_schema(config))
     for key in NOT_HASHED:
         plain.pop(key)
     for group, key in (("trainer", "log_every"), ("data", "root"), ("eval", "data_root")):
         plain[group].pop(key, None)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+    # Defaults are left out, so that a key which a later version adds does not rename every run.
+    text = json.dumps(_without(plain, defaults), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _without(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """``values`` less what equals its default."""
+    kept = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            value, default = _without(value, default), {}
+        if key not in defaults or value != default:
+            kept[key] = value
+    return kept
+
+
+def _schema(config: DictConfig) -> DictConfig:
+    """The schema with its defaults, each group of the kind that ``config`` has."""
+    schema = OmegaConf.structured(Config)
+    for group in ("heads", "optim", "trainer", "eval", "logger"):
+        schema[group] = OmegaConf.structured(GROUPS[group])
+    for group, kinds in SCHEMAS.items():
+        part = config[group]
+        schema[group] = OmegaConf.structured(kinds[part.get("family") or part.get("name")])
+    text = config.task.name == "language"
+    schema.data = OmegaConf.structured(TextConfig if text else ImagesConfig)
+    return schema
 
 
 def run_id(config: DictConfig) -> str:
@@ -124,15 +165,8 @@ def load_config(folder: Path) -> Config:
         raise RunError(f"{folder} has no config.yaml: not a run folder")
     frozen = OmegaConf.load(path)
     assert isinstance(frozen, DictConfig)
-    schema = OmegaConf.structured(Config)
     try:
-        for group, kinds in SCHEMAS.items():
-            part = frozen[group]
-            schema[group] = OmegaConf.structured(kinds[part.get("family") or part.get("name")])
-        schema.data = OmegaConf.structured(
-            TextConfig if frozen.task.name == "language" else ImagesConfig
-        )
-        merged = OmegaConf.merge(schema, frozen)
+        merged = OmegaConf.merge(_schema(frozen), frozen)
     except (OmegaConfBaseException, KeyError) as error:
         raise RunError(f"{path} is not of this version: {str(error).splitlines()[0]}") from None
     return OmegaConf.to_object(merged)  # type: ignore[return-value]

@@ -22,6 +22,7 @@ from moh.errors import nearest
 CHOICES = {
     "protocol": ("paper", "demo", "smoke"),
     "mode": ("train", "eval", "both"),
+    "data.form": ("npz", "folder", "latents"),
     "optim.schedule": ("constant", "cosine"),
     "trainer.precision": ("fp32", "bf16", "fp16"),
     "trainer.device": ("auto", "cpu", "cuda"),
@@ -54,7 +55,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
         raise ValueError(str(error).splitlines()[0]) from None
     for key, allowed in CHOICES.items():
         value = OmegaConf.select(config, key)
-        if value not in allowed:
+        if value is not None and value not in allowed:
             raise ValueError(f"{key} {value!r} is not one of {', '.join(allowed)}")
     for key in AT_LEAST_ONE:
         if (value := OmegaConf.select(config, key)) < 1:

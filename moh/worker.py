@@ -117,7 +117,7 @@ def set_up(config: Config) -> torch.device:
     if device == "cpu":
         torch.use_deterministic_algorithms(True)
         # Filling every new tensor with NaN is a debugging aid that costs time.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return torch.device(device)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,8 +37,17 @@ TINY = {
 }
 
 
+@cache
+def shared_cache() -> Path:
+    """Tokenised text and reference features, made once for all runs of the tests."""
+    return Path(tempfile.mkdtemp(prefix="moh-test-cache-"))
+
+
 def tiny(family: str, folder: Path, *more: str) -> DictConfig:
     """A run of four updates of 16 samples."""
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    if not (folder / "runs" / "cache").exists():
+        (folder / "runs" / "cache").symlink_to(shared_cache())
     config = compose_config(
         [
             *TINY[family],

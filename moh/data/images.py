@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,8 @@ class ImageSet:
         Raises:
             RunError: no such file, or not of the form; one line.
         """
+        if config.form == "latents":
+            raise RunError(f"data {config.name}: this version cannot read cached latents yet")
         path = Path(config.root) if config.root else EMBEDDED
         try:
             raw = path.read_bytes()
@@ -88,6 +91,22 @@ class ImageSet:
         mean = torch.tensor(self.config.mean).view(1, -1, 1, 1)
         std = torch.tensor(self.config.std).view(1, -1, 1, 1)
         return (images_BCHW.float() / 255 - mean) / std
+
+    @property
+    def num_train(self) -> int:
+        """Training images."""
+        return len(self.train)
+
+    @property
+    def num_test(self) -> int:
+        """Test images."""
+        return len(self.test)
+
+    def test_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised test images and their labels, in order."""
+        for start in range(0, self.num_test, size):
+            part = slice(start, start + size)
+            yield self.normalise(self.test[part]), self.test_labels[part]
 
     def order(self, seed: int) -> ShuffledOrder:
         """Order of the training images, with three uniform numbers each for augmentation."""

@@ -105,8 +105,8 @@ def _count(
 ) -> tuple[float, float]:
     """Multiply-accumulates of a forward pass, and those that unselected heads took.
 
-    The share of unselected heads in a layer's core (what no linear or convolution of it does),
-    in its query projection and in its output projection is what sparse execution leaves out.
+    Sparse execution leaves out the share of the unselected heads in a layer's core (what no linear,
+    convolution or router of it does), in its query projection and in its output projection.
     """
     counter = FlopCounterMode(display=False)
     model.eval()
@@ -123,7 +123,7 @@ def _count(
         layers = [
             child
             for child, part in module.named_modules()
-            if isinstance(part, nn.Linear | nn.Conv2d)
+            if isinstance(part, nn.Linear | nn.Conv2d | Router) and "router." not in child
         ]
         core = macs(name) - sum(macs(f"{name}.{child}") for child in layers)
         total -= (1 - causal) * core
