@@ -31,6 +31,9 @@ usage: python -m moh experiment=NAME [mode=train|eval|both] [seed=N] [key=value 
        python -m moh -m experiment=A,B seed=0,1        any product of settings
 """
 
+# Hydra's options that are followed by a word.
+TAKE_A_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+
 # Exit codes: 1 a run failed, 2 the command was wrong and nothing was started.
 USAGE_ERROR = 2
 
@@ -133,7 +136,11 @@ def compose_jobs(arguments: Sequence[str]) -> list[DictConfig]:
     Raises:
         ValueError: the first mistake, in one line.
     """
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    overrides, follows = [], ""
+    for argument in arguments:
+        if not argument.startswith("-") and follows not in TAKE_A_VALUE:
+            overrides.append(argument)
+        follows = argument
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"{override!r} is not of the form key=value")

@@ -129,7 +129,8 @@ def run(config: DictConfig) -> None:
     folder = Path(typed.runs_dir) / identity
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        Path(typed.results_dir).mkdir(parents=True, exist_ok=True)
+        if not os.access(_existing(Path(typed.results_dir)), os.W_OK):
+            raise RunError(f"cannot write to {typed.results_dir}: no permission")
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
     with locked(folder):
@@ -143,6 +144,7 @@ def run(config: DictConfig) -> None:
         try:
             execute(folder)
         except RunError:
+            _remove_if_empty(folder, Path(typed.runs_dir))
             raise
         except OSError as error:
             write_text(folder / "error.log", traceback.format_exc())
@@ -152,6 +154,22 @@ def run(config: DictConfig) -> None:
             write_text(folder / "error.log", traceback.format_exc())
             raise RunError(f"{identity}: {error} (traceback in {folder / 'error.log'})") from None
         publish(folder, Path(typed.results_dir) / "runs" / identity)
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def _remove_if_empty(folder: Path, top: Path) -> None:
+    """Remove the folder of a run that failed before it did anything, and empty ones above it."""
+    if any(path.name not in ("lock", "config.yaml") for path in folder.iterdir()):
+        return
+    shutil.rmtree(folder)
+    for parent in folder.parents:
+        if parent == top.parent or any(parent.iterdir()):
+            return
+        parent.rmdir()
 
 
 def load_config(folder: Path) -> Config:

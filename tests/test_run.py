@@ -233,6 +233,8 @@ def test_broken_data_are_one_line(tmp_path):
     broken.write_bytes(b"PK\x03\x04 not a zip")
     with pytest.raises(RunError, match="not an image set"):
         run(tiny("vit", tmp_path, f"data.root={broken}"))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["cache"]
+    assert not (tmp_path / "results").exists()
 
 
 def test_eval_needs_and_takes_a_checkpoint(tmp_path):
