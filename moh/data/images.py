@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class ImageSet:
                     name: arrays[name]
                     for name in ("train_images", "train_labels", "test_images", "test_labels")
                 }
-        except (ValueError, KeyError, OSError, EOFError) as error:
+        except (ValueError, KeyError, OSError, EOFError, BadZipFile) as error:
             raise RunError(
                 f"{path} is not an image set: needs train_images, train_labels, test_images, "
                 f"test_labels ({str(error).splitlines()[0]})"

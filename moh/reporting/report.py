@@ -157,7 +157,9 @@ def _section(
 
 def _card(definition: TableDefinition, results: dict[str, RowResult]) -> Card | None:
     column = score_column(definition)
-    if column is None or len(definition.spec.rows) > _CARD_ROWS:
+    # A sweep is told by its curve.
+    curve = "sweep" in definition.spec.figures
+    if column is None or curve or len(definition.spec.rows) > _CARD_ROWS:
         return None
     lines = []
     for row in definition.spec.rows:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from moh.backbones.convert import head_plan
 from moh.errors import RunError
 
 MANIFEST = "manifest.json"
@@ -54,7 +55,12 @@ def save(
             dcp.state_dict_saver.save(
                 _state(model, optimizer, ema), checkpoint_id=str(aside), no_dist=True
             )
-        extra = {"samples": samples, "scaler": scaler.state_dict() if scaler else None}
+        plan = head_plan(model)
+        extra = {
+            "samples": samples,
+            "head_plan": plan.to_dict() if plan else None,
+            "scaler": scaler.state_dict() if scaler else None,
+        }
         (aside / "extra.json").write_text(json.dumps(extra))
         sizes = {path.name: path.stat().st_size for path in aside.iterdir()}
         (aside / MANIFEST).write_text(json.dumps(sizes))
@@ -106,6 +112,10 @@ def load(
         RunError: it is of another model, or of other heads.
     """
     extra = json.loads((path / "extra.json").read_text())
+    plan = head_plan(model)
+    # Plans may share every shape and differ in top_k alone, which no tensor would show.
+    if extra["head_plan"] != (plan.to_dict() if plan else None):
+        raise RunError(f"checkpoint {path} does not fit this model: it has other heads")
     state = _state(model, optimizer, ema)
     try:
         with _one_process():
