@@ -1,6 +1,12 @@
 """``python -m moh experiment=NAME``: compose, validate, freeze, train, evaluate, record."""
 
-from moh.cli import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from moh.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        print("\nmoh: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)

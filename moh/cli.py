@@ -34,6 +34,8 @@ usage: python -m moh experiment=NAME [mode=train|eval|both] [seed=N] [key=value 
 # Hydra's options that are followed by a word.
 TAKE_A_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p")
 
+MANY = 12  # options that a message does not list any more
+
 # Exit codes: 1 a run failed, 2 the command was wrong and nothing was started.
 USAGE_ERROR = 2
 
@@ -85,7 +87,9 @@ def _explain_missing(error: MissingConfigException, overrides: Sequence[str]) ->
         if value and missing == f"{key}/{value}":
             group, name = key, value
     options = _options(group) or list(error.options or [])
-    listed = nearest(name, options) or f"; known: {', '.join(options)}"
+    many = len(options) > MANY
+    known = "; `python -m moh` lists them" if many else f"; known: {', '.join(options)}"
+    listed = nearest(name, options) or known
     return f"unknown {group} {name!r}{listed}"
 
 
@@ -99,12 +103,33 @@ def _explain_key(error: Exception, overrides: Sequence[str]) -> str:
         return f"unknown key {key}={_value(key, overrides)}{_allowed(key, overrides)}"
     full = re.search(r"full_key: (\S+)", text) or re.search(r"full_key: (\S+)", cause)
     first = next((line for line in (cause or text).splitlines() if line.strip()), text)
+    key = full.group(1) if full else bad.group(1) if bad else ""
+    if explained := _explain_value(key, text + cause, overrides):
+        return explained
     if full and "not in" in first:
         key = full.group(1)
         return f"unknown key {key} in a file of conf/{_allowed(key, overrides)}"
     if isinstance(error, ConfigCompositionException) and bad:
         return f"{bad.group(1)}={_value(bad.group(1), overrides)}: {first}"
     return f"{full.group(1)}: {first}" if full else first
+
+
+KINDS = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "Boolean": "true or false",
+}
+
+
+def _explain_value(key: str, text: str, overrides: Sequence[str]) -> str | None:
+    """A value of the wrong type in the user's words, None if ``text`` is not about one."""
+    value = _value(key, overrides)
+    if wrong := re.search(r"could not be converted to (\w+)", text):
+        wanted = KINDS.get(wrong.group(1), wrong.group(1))
+        return f"{key}={value}: must be {wanted}"
+    if "is not a ListConfig" in text:
+        return f"{key}={value}: must be a list, such as [2,2,2]"
+    return None
 
 
 def _value(key: str, overrides: Sequence[str]) -> str:
@@ -127,7 +152,9 @@ def _allowed(key: str, overrides: Sequence[str]) -> str:
         known = []
     if not known:
         return ""
-    return nearest(leaf, known) or f"; allowed here: {', '.join(known)}"
+    prefix = f"{parent}." if parent else ""
+    close = nearest(leaf, known).replace(": ", f": {prefix}").replace(", ", f", {prefix}")
+    return close or f"; allowed here: {', '.join(known)}"
 
 
 def compose_jobs(arguments: Sequence[str]) -> list[DictConfig]:
@@ -147,8 +174,7 @@ def compose_jobs(arguments: Sequence[str]) -> list[DictConfig]:
     names = {override.lstrip("+").partition("=")[0] for override in overrides}
     if not names & {"experiment", "table"}:
         raise ValueError(
-            "say what to run: experiment=NAME or table=NAME; experiments: "
-            + ", ".join(experiments())
+            "say what to run: experiment=NAME or table=NAME; `python -m moh` lists them"
         )
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)

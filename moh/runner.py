@@ -129,8 +129,7 @@ def run(config: DictConfig) -> None:
     folder = Path(typed.runs_dir) / identity
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(_existing(Path(typed.results_dir)), os.W_OK):
-            raise RunError(f"cannot write to {typed.results_dir}: no permission")
+        _check_writable(Path(typed.results_dir))
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
     with locked(folder):
@@ -156,9 +155,13 @@ def run(config: DictConfig) -> None:
         publish(folder, Path(typed.results_dir) / "runs" / identity)
 
 
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(p for p in (path, *path.absolute().parents) if p.exists())
+def _check_writable(path: Path) -> None:
+    """Refuse a folder that cannot be made or written to, before any work."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise RunError(f"cannot write to {path}: {existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise RunError(f"cannot write to {path}: no permission in {existing}")
 
 
 def _remove_if_empty(folder: Path, top: Path) -> None:

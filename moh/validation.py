@@ -60,6 +60,10 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     for key in AT_LEAST_ONE:
         if (value := OmegaConf.select(config, key)) < 1:
             raise ValueError(f"{key} {value} must be at least 1")
+    if typed.seed < 0:
+        raise ValueError(f"seed {typed.seed} must be at least 0")
+    if typed.checkpoint == "":
+        raise ValueError("checkpoint is empty: name a file or a run folder, or leave it out")
     _check_batches(typed)
     _check_parts(typed)
     if paths:

@@ -106,7 +106,13 @@ def main() -> int:
         try:
             rows = list(check(path))
             missed = expected_names(read(path)[1]) - {name for name, _, _ in rows}
-        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        except SafetensorError as error:
+            what = "is a folder" if path.is_dir() else "not a whole safetensors file"
+            reason = f"{what} ({error})"
+            table.add_row(path.name, "", "", "", f"[red]cannot be checked: {reason}[/]")
+            unread += 1
+            continue
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             table.add_row(path.name, "", "", "", f"[red]cannot be checked: {reason}[/]")
             unread += 1
@@ -124,7 +130,9 @@ def main() -> int:
     # Names are never cut, however narrow the terminal or pipe.
     console.width = max(console.width, Measurement.get(console, wide(console), table).maximum)
     console.print(table)
-    console.print(f"{passed} of {len(files)} files agree with the reference")
+    read_files = len(files) - unread
+    console.print(f"{passed} of {read_files} files agree with the reference", end="")
+    console.print(f"; {unread} could not be checked" if unread else "")
     return 2 if unread else int(worst > 0)
 
 

@@ -73,6 +73,8 @@ def main() -> int:
     found = {}
     try:
         for name in options.experiments or distinct():
+            if sys.stderr.isatty():
+                print(f"\rcounting {name:<40}", end="\r", file=sys.stderr, flush=True)
             config, d = describe(name)
             found[name] = {"model": config.model.name, "heads": config.heads.name, **asdict(d)}
             mha = is_mha(config.heads)

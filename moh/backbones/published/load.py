@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -53,12 +54,14 @@ def read_state(source: Path, ema: bool = True) -> dict[str, Tensor]:
         if source.suffix == ".safetensors":
             return load_file(source)
         # Training checkpoints of DiT keep their command line in a Namespace: data, not code.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with (
+            torch.serialization.safe_globals([argparse.Namespace]),
+            warnings.catch_warnings(action="ignore"),
+        ):
             loaded = torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError:
         raise RunError(
-            f"{source} is refused: it holds more than tensors and could run code "
-            f"({_first_line(error)})"
+            f"{source} is refused: it holds more than tensors and could run code"
         ) from None
     except (OSError, RuntimeError, SafetensorError, EOFError) as error:
         raise RunError(f"cannot read {source}: {_first_line(error)}") from None
