@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 import sys
@@ -196,8 +197,6 @@ def _say_scores(
 
 def _earlier_seconds(folder: Path) -> dict[str, float]:
     """Seconds of earlier starts of this run; an evaluation alone must not lose them."""
-    import json
-
     try:
         seconds = json.loads((folder / "run.json").read_text())["seconds"]
         return {key: float(seconds.get(key, 0)) for key in ("train", "eval", "total")}

@@ -15,6 +15,7 @@ from torch import nn
 
 from moh.cli import compose_config
 from moh.errors import RunError
+from moh.heads import TwoStageRouter
 from moh.runner import finished, locked, run, run_id
 from moh.tasks.classification import Classification
 from moh.training import checkpoint
@@ -154,6 +155,29 @@ def test_accumulation_changes_rounding_alone(family, tmp_path):
         rows = (folder_of(config) / "curves.jsonl").read_text().splitlines()
         losses.append(torch.tensor([json.loads(row)["task_loss"] for row in rows]))
     torch.testing.assert_close(losses[0], losses[1], rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["vit", "dit", "llm"])
+def test_activation_checkpointing_recomputes_and_changes_nothing(family, tmp_path, monkeypatch):
+    calls: list[int] = []
+    forward = TwoStageRouter.forward
+
+    def counted(self, *inputs):
+        calls.append(1)
+        return forward(self, *inputs)
+
+    monkeypatch.setattr(TwoStageRouter, "forward", counted)
+    losses, forwards = [], []
+    for on in ("false", "true"):
+        calls.clear()
+        switch = f"trainer.activation_checkpointing={on}"
+        config = tiny(family, tmp_path / on, switch, "mode=train")
+        run(config)
+        forwards.append(len(calls))
+        rows = (folder_of(config) / "curves.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["loss"] for row in rows])
+    assert forwards[1] == 2 * forwards[0] > 0
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_finished_run_is_skipped_and_another_config_is_another_run(tmp_path, capsys):

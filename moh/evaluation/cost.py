@@ -6,7 +6,6 @@ backbone is repeated here.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,8 +145,3 @@ def _tokens(counts: Any, name: str, module: nn.Module) -> float:
             assert isinstance(linear, nn.Linear)
             return flops / 2 / (linear.in_features * linear.out_features)
     raise AssertionError(f"{name} has no output projection")
-
-
-def as_dict(description: Description) -> dict[str, Any]:
-    """JSON data."""
-    return dataclasses.asdict(description)

@@ -80,6 +80,8 @@ class Trainer:
         half = trainer.precision == "fp16" and self.device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda") if half else None
         self.run_model = cast(nn.Module, torch.compile(model)) if trainer.compile else model
+        if trainer.activation_checkpointing:
+            recompute_activations(model)
         self.samples = 0
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -227,6 +229,26 @@ class Trainer:
             self.ema,
             self.scaler,
         )
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Switch activation checkpointing on, each library's own way; none of them reentrant.
+
+    Raises:
+        RunError: the model has no such switch.
+    """
+    # transformers, diffusers, timm
+    for name in (
+        "activation_checkpointing_enable",
+        "enable_gradient_checkpointing",
+        "set_grad_checkpointing",
+    ):
+        if hasattr(model, name):
+            getattr(model, name)()
+            return
+    raise RunError(
+        f"{type(model).__name__} cannot recompute: trainer.activation_checkpointing=false"
+    )
 
 
 def _load_spread(model: nn.Module) -> dict[str, Any]:
