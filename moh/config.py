@@ -211,6 +211,13 @@ class EvalConfig:
 
 
 @dataclass
+class LauncherConfig:
+    """How many processes carry out a run."""
+
+    processes: int = 1  # on this machine; one a GPU
+
+
+@dataclass
 class LoggerConfig:
     """Weights & Biases; the same files lie on disk in every mode."""
 
@@ -239,6 +246,7 @@ class Config:
     trainer: TrainerConfig = MISSING
     eval: EvalConfig = field(default_factory=EvalConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
 
 def register() -> None:
@@ -259,5 +267,6 @@ def register() -> None:
         ("trainer", "schema", TrainerConfig),
         ("eval", "schema", EvalConfig),
         ("logger", "schema", LoggerConfig),
+        ("launcher", "schema", LauncherConfig),
     ):
         store.store(group=group, name=name, node=node)

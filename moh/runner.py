@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from moh.config import (
     HeadsConfig,
     ImagesConfig,
     LanguageConfig,
+    LauncherConfig,
     LlamaConfig,
     LoggerConfig,
     OptimConfig,
@@ -50,10 +52,20 @@ GROUPS: dict[str, type] = {
     "trainer": TrainerConfig,
     "eval": EvalConfig,
     "logger": LoggerConfig,
+    "launcher": LauncherConfig,
 }
 
 # Settings that move no number: they may change between the starts of one run.
-NOT_HASHED = ("name", "mode", "checkpoint", "seed", "runs_dir", "results_dir", "logger")
+NOT_HASHED = (
+    "name",
+    "mode",
+    "checkpoint",
+    "seed",
+    "runs_dir",
+    "results_dir",
+    "logger",
+    "launcher",
+)
 
 
 def config_hash(config: DictConfig) -> str:
@@ -61,7 +73,7 @@ def config_hash(config: DictConfig) -> str:
     plain: Any = OmegaConf.to_container(config, resolve=True)
     defaults: Any = OmegaConf.to_container(_schema(config))
     for key in NOT_HASHED:
-        plain.pop(key)
+        plain.pop(key, None)
     for group, key in (("trainer", "log_every"), ("data", "root"), ("eval", "data_root")):
         plain[group].pop(key, None)
     # Defaults are left out, so that a key which a later version adds does not rename every run.
@@ -84,7 +96,7 @@ def _without(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]
 def _schema(config: DictConfig) -> DictConfig:
     """The schema with its defaults, each group of the kind that ``config`` has."""
     schema = OmegaConf.structured(Config)
-    for group in ("heads", "optim", "trainer", "eval", "logger"):
+    for group in GROUPS:
         schema[group] = OmegaConf.structured(GROUPS[group])
     for group, kinds in SCHEMAS.items():
         part = config[group]
@@ -138,10 +150,8 @@ def run(config: DictConfig) -> None:
             print(f"{identity}: finished before, skipped")
             return
         write_text(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
-        from moh.worker import execute
-
         try:
-            execute(folder)
+            _carry_out(folder, typed.launcher.processes)
         except RunError:
             _remove_if_empty(folder, Path(typed.runs_dir))
             raise
@@ -153,6 +163,19 @@ def run(config: DictConfig) -> None:
             write_text(folder / "error.log", traceback.format_exc())
             raise RunError(f"{identity}: {error} (traceback in {folder / 'error.log'})") from None
         publish(folder, Path(typed.results_dir) / "runs" / identity)
+
+
+def _carry_out(folder: Path, processes: int) -> None:
+    """Start the worker: here, or in processes of its own."""
+    # The libraries behind both take seconds to import; a wrong command must not wait for them.
+    if processes > 1:
+        from moh.launch import launch
+
+        launch(folder, processes, sys.argv[1:])
+    else:
+        from moh.worker import execute
+
+        execute(folder, sys.argv[1:])
 
 
 def _check_writable(path: Path) -> None:

@@ -30,7 +30,13 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "disabled"),
 }
 
-AT_LEAST_ONE = ("trainer.samples", "trainer.global_batch", "trainer.log_every", "eval.batch")
+AT_LEAST_ONE = (
+    "trainer.samples",
+    "trainer.global_batch",
+    "trainer.log_every",
+    "eval.batch",
+    "launcher.processes",
+)
 
 
 def validate(config: DictConfig, paths: bool = True) -> Config:
@@ -60,6 +66,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     for key in AT_LEAST_ONE:
         if (value := OmegaConf.select(config, key)) < 1:
             raise ValueError(f"{key} {value} must be at least 1")
+    _check_processes(typed)
     if typed.seed < 0:
         raise ValueError(f"seed {typed.seed} must be at least 0")
     if typed.checkpoint == "":
@@ -105,6 +112,19 @@ def _check_batches(config: Config) -> None:
         raise ValueError(f"trainer.ema_decay {trainer.ema_decay} is not in (0, 1)")
     if trainer.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device cuda: no GPU is visible here; allowed: auto, cpu")
+
+
+def _check_processes(config: Config) -> None:
+    processes = config.launcher.processes
+    if processes == 1:
+        return
+    if config.mode != "eval":
+        raise ValueError(f"launcher.processes {processes}: only mode=eval takes more than one")
+    if isinstance(config.task, LanguageConfig):
+        raise ValueError(f"launcher.processes {processes}: task language takes one process")
+    gpus = torch.cuda.device_count()
+    if config.trainer.device != "cpu" and 0 < gpus < processes:
+        raise ValueError(f"launcher.processes {processes}: this machine has {gpus} GPU")
 
 
 def _check_parts(config: Config) -> None:

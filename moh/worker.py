@@ -1,6 +1,7 @@
 """What a run does once its configuration is frozen: train, evaluate, record.
 
-``python -m moh.worker FOLDER`` starts from the frozen file alone, as a launcher does.
+``python -m moh.worker FOLDER [ARGUMENT...]`` starts from the frozen file alone, as a launcher
+does; the arguments are those of the user's command, for the record.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import shlex
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,10 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import moh
+from moh import distribution
 from moh.backbones.build import build_model
 from moh.backbones.convert import head_plan
 from moh.config import Config
@@ -34,8 +39,14 @@ from moh.training.loop import Trainer
 from moh.training.progress import RunProgress
 
 
-def execute(folder: Path) -> None:
+def execute(folder: Path, arguments: Sequence[str]) -> None:
     """Carry out the run whose configuration lies in ``folder``.
+
+    Of several processes the main one alone writes, logs and shows progress.
+
+    Args:
+        folder: with its frozen configuration.
+        arguments: of the user's command.
 
     Raises:
         RunError: see :class:`moh.training.loop.Trainer` and the evaluators.
@@ -57,19 +68,23 @@ def execute(folder: Path) -> None:
         "seed": config.seed,
         **describe(config, model),
         "data": task.fingerprint(),
-        "command": shlex.join(["python", "-m", "moh", *sys.argv[1:]]),
-        "overrides": [argument for argument in sys.argv[1:] if "=" in argument],
+        "command": shlex.join(["python", "-m", "moh", *arguments]),
+        "overrides": [argument for argument in arguments if "=" in argument],
         "config_hash": folder.name.rpartition("-")[2],
         **provenance.code(),
         "versions": provenance.versions(),
         "hardware": provenance.hardware(),
+        "processes": distribution.world_size(),
         "seconds": _earlier_seconds(folder),
         "started": started,
     }
+    if not distribution.is_main():
+        config.logger.wandb, config.logger.progress = "disabled", False
     logger = RunLogger(config.logger, folder, plain, identity)
     record["wandb"] = {"id": logger.id, "mode": logger.mode, "path": _wandb_path(folder)}
     # A run that is killed leaves this; what it says is true at that moment.
-    write_json(folder / "run.json", record)
+    if distribution.is_main():
+        write_json(folder / "run.json", record)
     failed = True
     try:
         with RunProgress(identity, config.logger.progress) as progress:
@@ -88,6 +103,9 @@ def execute(folder: Path) -> None:
                 scored.eval()
                 evaluation = task.evaluate(scored, folder, progress)
                 record["seconds"]["eval"] = time.monotonic() - evaluated
+        if not distribution.is_main():
+            failed = False
+            return
         done = trainer.samples >= config.trainer.samples and evaluation is not None
         record["status"] = "finished" if done else "partial"
         record["seconds"]["total"] += time.monotonic() - begun
@@ -109,7 +127,7 @@ def execute(folder: Path) -> None:
 
 
 def set_up(config: Config) -> torch.device:
-    """Threads, determinism and device of a run."""
+    """Threads, determinism, device and process group of a run."""
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     device = config.trainer.device
@@ -120,6 +138,7 @@ def set_up(config: Config) -> torch.device:
         # Filling every new tensor with NaN is a debugging aid that costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    distribution.initialise(device)
     return torch.device(device)
 
 
@@ -212,5 +231,18 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def main() -> None:
+    """One process of a launched run; a failure reaches the launcher as one line."""
+    try:
+        execute(Path(sys.argv[1]), sys.argv[2:])
+    except Exception as error:
+        if not isinstance(error, RunError):
+            traceback.print_exc()
+        get_error_handler().record_exception(error)
+        sys.exit(1)
+    finally:
+        distribution.shut_down()
+
+
 if __name__ == "__main__":
-    execute(Path(sys.argv[1]))
+    main()

@@ -24,6 +24,7 @@ _NEUTRAL_KEYS = (
     "runs_dir",
     "results_dir",
     "logger",
+    "launcher",
     "hydra",
     "data.root",
     "eval.data_root",
