@@ -18,8 +18,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moh.config import register
-from moh.errors import RunError, nearest
+from moh.config import Config, register
+from moh.errors import RunError, StoppedError, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -29,14 +29,21 @@ usage: python -m moh experiment=NAME [mode=train|eval|both] [seed=N] [key=value 
        python -m moh table=NAME [key=value ...]        all rows and seeds of a table
        python -m moh experiment=NAME --cfg job         print the composed configuration
        python -m moh -m experiment=A,B seed=0,1        any product of settings
+       python -m moh table=NAME --list                 the runs, numbered, and how far each is
+       python -m moh table=NAME --only N               run number N alone (job arrays)
+       python -m moh ... dry_run=true                  sizes and cost, nothing trained
+
+exit status: 0 every run finished, 1 a run failed, 2 the command was wrong and nothing was started,
+             75 a signal stopped a run, which goes on when it is started again
 """
 
 # Hydra's options that are followed by a word.
-TAKE_A_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+TAKE_A_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--only")
 
 MANY = 12  # options that a message does not list any more
 
-# Exit codes: 1 a run failed, 2 the command was wrong and nothing was started.
+# Exit codes: 1 a run failed, 2 the command was wrong and nothing was started, 75 a signal stopped
+# a run, which goes on when it is started again.
 USAGE_ERROR = 2
 
 
@@ -163,11 +170,16 @@ def compose_jobs(arguments: Sequence[str]) -> list[DictConfig]:
     Raises:
         ValueError: the first mistake, in one line.
     """
-    overrides, follows = [], ""
-    for argument in arguments:
-        if not argument.startswith("-") and follows not in TAKE_A_VALUE:
-            overrides.append(argument)
-        follows = argument
+    return [compose_config(job) for job in expand_jobs(arguments)]
+
+
+def expand_jobs(arguments: Sequence[str]) -> list[list[str]]:
+    """The overrides of every job that a command line asks for.
+
+    Raises:
+        ValueError: the first mistake, in one line.
+    """
+    overrides = overrides_in(arguments)
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"{override!r} is not of the form key=value")
@@ -180,20 +192,37 @@ def compose_jobs(arguments: Sequence[str]) -> list[DictConfig]:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ValueError(str(error).splitlines()[0]) from None
-    # Settings of a run need its experiment: before the rows are known only the rest composes.
-    whole = [o for o in overrides if o.startswith(("table=", "hydra"))]
-    base = _compose(whole, with_hydra=True)
+    base = _base(overrides)
     multirun = {"-m", "--multirun"} & set(arguments) or base.hydra.mode == RunMode.MULTIRUN
     if not multirun:
         if any(p.is_sweep_override() for p in parsed):
             raise ValueError("several values for a key need -m (multirun)")
-        return [compose_config(overrides)]
+        return [overrides]
     params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
     params = [p for p in params if p.partition("=")[0] not in names]
     jobs = BasicSweeper.split_arguments(
         OverridesParser.create().parse_overrides([*params, *overrides]), None
     )
-    return [compose_config(job) for batch in jobs for job in batch]
+    return [list(job) for batch in jobs for job in batch]
+
+
+def overrides_in(arguments: Sequence[str]) -> list[str]:
+    """The arguments that are neither options nor an option's value."""
+    overrides, follows = [], ""
+    for argument in arguments:
+        if not argument.startswith("-") and follows not in TAKE_A_VALUE:
+            overrides.append(argument)
+        follows = argument
+    return overrides
+
+
+def _base(overrides: Sequence[str]) -> DictConfig:
+    """The configuration with Hydra's own part, before the rows of a table are known.
+
+    Settings of a run need its experiment, and cannot be part of it.
+    """
+    own = ("table=", "hydra", "launcher")
+    return _compose([o for o in overrides if o.startswith(own)], with_hydra=True)
 
 
 def main() -> None:
@@ -205,32 +234,71 @@ def main() -> None:
         print("tables:", *tables(), sep="\n  ")
         sys.exit(0)
     try:
-        jobs = compose_jobs(arguments)
+        expanded = expand_jobs(arguments)
+        if "--only" in arguments:
+            expanded = [_numbered(expanded, arguments)]
+        jobs = [compose_config(job) for job in expanded]
+        if "--list" in arguments:
+            _list(jobs)
+            sys.exit(0)
         if "--cfg" not in arguments and "--info" not in arguments:
             from moh.validation import validate
 
+            dry = [validate(job, paths=False) for job in jobs if job.dry_run]
             for job in jobs:
-                validate(job)
+                if not job.dry_run:
+                    validate(job)
+            if dry:
+                _forecast(dry)
+                sys.exit(0)
     except ValueError as error:
         print(f"moh: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
-    elsewhere = any(
-        a.startswith("hydra/launcher=") and a != "hydra/launcher=basic" for a in arguments
-    )
-    if elsewhere or {"--cfg", "-c", "--info", "-i"} & set(arguments):
+    if {"--cfg", "-c", "--info", "-i"} & set(arguments):
         _hand_to_hydra()
+    elif any(a.startswith("hydra/launcher=") and a != "hydra/launcher=basic" for a in arguments):
+        _launch_elsewhere(expanded, arguments)
     else:
         sys.exit(_run_here(jobs))
 
 
-def _run_here(jobs: Sequence[DictConfig]) -> int:
+def _numbered(jobs: Sequence[list[str]], arguments: Sequence[str]) -> list[str]:
+    """The job that ``--only`` names."""
+    word = next(iter(arguments[arguments.index("--only") + 1 :]), "")
+    if not word.isdecimal() or int(word) >= len(jobs):
+        raise ValueError(f"--only {word or '(nothing)'}: give a number from 0 to {len(jobs) - 1}")
+    return jobs[int(word)]
+
+
+def _list(jobs: Sequence[DictConfig]) -> None:
+    """Print the runs that a command stands for."""
+    from moh.runner import progress_of, run_id
+
+    width = max(len(run_id(job)) for job in jobs)
+    for number, job in enumerate(jobs):
+        print(f"{number:>4}  {run_id(job):<{width}}  {progress_of(job)}")
+
+
+def _forecast(configs: Sequence[Config]) -> None:
+    """Print what runs would take."""
+    from rich.console import Console
+
+    from moh.training.dry_run import forecast, show
+
+    show([forecast(config) for config in configs], configs[0], Console(highlight=False))
+
+
+def _run_here(jobs: Sequence[DictConfig], arguments: Sequence[str] | None = None) -> int:
     """Carry out runs one after the other, none held up by another's failure."""
     from moh.runner import run
 
     failures = []
     for job in jobs:
         try:
-            run(job)
+            run(job, arguments)
+        except StoppedError as error:
+            print(f"moh: {error}", file=sys.stderr, flush=True)
+            return StoppedError.EXIT_STATUS
         except RunError as error:
             print(f"moh: {error}", file=sys.stderr, flush=True)
             failures.append(str(job.name))
@@ -240,11 +308,41 @@ def _run_here(jobs: Sequence[DictConfig]) -> int:
 
 
 def _hand_to_hydra() -> None:
-    """Let Hydra print, or its launcher plugin carry the jobs elsewhere."""
+    """Let Hydra print what it is asked for."""
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def start(config: DictConfig) -> None:
-        _run_here([config])
+        raise AssertionError("Hydra was to print only")
 
     GlobalHydra.instance().clear()
     start()
+
+
+def _launch_elsewhere(jobs: Sequence[list[str]], arguments: Sequence[str]) -> None:
+    """Hand jobs to the launcher plugin that the command names, and wait for them.
+
+    Hydra's own multirun composes all settings before the experiment is known; here each job
+    brings its own.
+    """
+    from hydra._internal.callbacks import Callbacks
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.plugins import Plugins
+    from hydra.types import HydraContext
+
+    base = _base(overrides_in(arguments))
+    loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
+    context = HydraContext(config_loader=loader, callbacks=Callbacks())
+    launcher = Plugins.instance().instantiate_launcher(
+        config=base, hydra_context=context, task_function=_run_job
+    )
+    launcher.launch(jobs, initial_job_idx=0)
+
+
+def _run_job(config: DictConfig) -> None:
+    """One job on the machine that a launcher plugin found for it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    status = _run_here([config], list(HydraConfig.get().overrides.task))
+    if status:
+        raise RunError(f"{config.name} did not finish: its log says why")

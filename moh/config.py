@@ -139,6 +139,7 @@ class ClassificationConfig(TaskConfig):
     mixup: float = 0.0
     cutmix: float = 0.0
     mixup_switch: float = 0.5  # probability of CutMix where both are on
+    mix_batch: int = 2  # consecutive images that are mixed with each other, by one draw
     random_erasing: float = 0.0  # probability
     auto_augment: str | None = None  # timm's policy string
 
@@ -181,10 +182,11 @@ class TrainerConfig:
 
     samples: int = MISSING  # images or sequences in all
     global_batch: int = MISSING
-    device_batch: int | None = None  # null: all of global_batch
+    device_batch: int | None = None  # of one process; null: its share of global_batch
     precision: str = "fp32"  # fp32 | bf16 | fp16
     ema_decay: float | None = None
     compile: bool = False
+    parallel: str = "ddp"  # ddp (a copy on each process) | fsdp (sharded over them)
     activation_checkpointing: bool = False
     checkpoint_every: int = 0  # samples; 0: at the end only
     log_every: int = 20  # updates
@@ -214,7 +216,10 @@ class EvalConfig:
 class LauncherConfig:
     """How many processes carry out a run."""
 
-    processes: int = 1  # on this machine; one a GPU
+    processes: int = 1  # on each machine; one a GPU
+    nodes: int = 1  # machines; more than one under SLURM or torchrun's own variables
+    peak_tflops: float = 312.0  # of one GPU in the run's precision (A100 in bf16); dry runs, MFU
+    utilisation: float = 0.4  # share of it that a dry run reckons with
 
 
 @dataclass
@@ -234,6 +239,7 @@ class Config:
     name: str = MISSING  # path-like, e.g. vit/moh_s_75
     protocol: str = "paper"  # paper | demo | smoke
     mode: str = "both"  # train | eval | both
+    dry_run: bool = False  # print sizes and cost, train nothing
     checkpoint: str | None = None
     seed: int = 0
     runs_dir: str = "runs"

@@ -6,27 +6,36 @@ Outside a launched run there is one process, and every function here is the triv
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moh.errors import RunError
+
 Item = TypeVar("Item")
 
 
-def initialise(device_type: str) -> None:
+def initialise(device_type: str) -> torch.device:
     """Join the process group that a launcher's environment describes, if it does.
 
     Args:
         device_type: ``cpu`` (gloo) or ``cuda`` (NCCL, one GPU a process).
+
+    Returns:
+        This process's device.
     """
-    if "RANK" not in os.environ or dist.is_initialized():
-        return
+    device = torch.device(device_type)
+    if "RANK" not in os.environ:
+        return device
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return device
 
 
 def shut_down() -> None:
@@ -84,3 +93,28 @@ def gather_to_main(value: Item) -> list[Item] | None:
     values: list[Item] | None = [value] * world_size() if is_main() else None
     dist.gather_object(value, values)
     return values
+
+
+def on_main(action: Callable[[], Item]) -> Item:
+    """Do something on the main process alone; its outcome reaches every process.
+
+    Returns:
+        What ``action`` returned, on every process.
+
+    Raises:
+        RunError: whatever went wrong on the main process, raised on all of them, so that none
+            waits for it.
+    """
+    outcome: list[object] = [None, None]
+    failure: Exception | None = None
+    if is_main():
+        try:
+            outcome[0] = action()
+        except (OSError, RunError) as error:
+            failure = error
+            outcome[1] = getattr(error, "strerror", None) or str(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise RunError(str(outcome[1])) from failure
+    return outcome[0]  # type: ignore[return-value]

@@ -10,6 +10,13 @@ class RunError(RuntimeError):
     """A run cannot go on for a reason outside the code; its message is one line for the user."""
 
 
+class StoppedError(RunError):
+    """A run was asked to stop and has saved its state; starting it again goes on from there."""
+
+    # The exit status for it: "try again later" of sysexits.h, for job scripts to requeue on.
+    EXIT_STATUS = 75
+
+
 def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
     """``; nearest: a, b`` for the names most like ``word``, or an empty string."""
     known = list(known)

@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from moh.config import (
     TimmConfig,
     TrainerConfig,
 )
-from moh.errors import RunError
+from moh.errors import RunError, StoppedError
+from moh.training.signals import stop_at_once
 from moh.validation import validate
 
 SCHEMAS: dict[str, dict[str, type]] = {
@@ -65,7 +67,11 @@ NOT_HASHED = (
     "results_dir",
     "logger",
     "launcher",
+    "dry_run",
 )
+
+
+FOLLOW_SECONDS = 600  # that the other machines wait for the first one to prepare a run
 
 
 def config_hash(config: DictConfig) -> str:
@@ -128,30 +134,43 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def run(config: DictConfig) -> None:
+def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
     """Carry out one run, or skip what is finished.
 
     The resolved configuration is frozen into the run folder first; the worker reads that file.
+
+    Args:
+        config: composed, checked or not.
+        arguments: the user's command, for the record; None for this process's own.
 
     Raises:
         RunError: it cannot go on; one line for the user. The traceback is in ``error.log``.
     """
     typed = validate(config)
+    arguments = sys.argv[1:] if arguments is None else arguments
     identity = run_id(config)
     folder = Path(typed.runs_dir) / identity
+    if typed.launcher.nodes > 1:
+        from moh.launch import place
+
+        if place(typed.launcher.nodes).node > 0:
+            _follow(folder, typed, arguments)
+            return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_writable(Path(typed.results_dir))
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
-    with locked(folder):
+    with stop_at_once(identity), locked(folder):
         if typed.mode == "both" and finished(folder):
             publish(folder, Path(typed.results_dir) / "runs" / identity)
             print(f"{identity}: finished before, skipped")
             return
         write_text(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         try:
-            _carry_out(folder, typed.launcher.processes)
+            _carry_out(folder, typed, arguments)
+        except StoppedError:
+            raise
         except RunError:
             _remove_if_empty(folder, Path(typed.runs_dir))
             raise
@@ -165,17 +184,28 @@ def run(config: DictConfig) -> None:
         publish(folder, Path(typed.results_dir) / "runs" / identity)
 
 
-def _carry_out(folder: Path, processes: int) -> None:
+def _carry_out(folder: Path, config: Config, arguments: Sequence[str]) -> None:
     """Start the worker: here, or in processes of its own."""
     # The libraries behind both take seconds to import; a wrong command must not wait for them.
-    if processes > 1:
+    launcher = config.launcher
+    if launcher.processes * launcher.nodes > 1:
         from moh.launch import launch
 
-        launch(folder, processes, sys.argv[1:])
+        launch(folder, launcher.processes, arguments, launcher.nodes)
     else:
         from moh.worker import execute
 
-        execute(folder, sys.argv[1:])
+        execute(folder, arguments)
+
+
+def _follow(folder: Path, config: Config, arguments: Sequence[str]) -> None:
+    """The part of a machine that is not the first: its processes, once the run is prepared."""
+    wait_until = time.monotonic() + FOLLOW_SECONDS
+    while not (folder / "config.yaml").is_file():
+        if time.monotonic() > wait_until:
+            raise RunError(f"{folder} was not prepared by the first machine: is it shared?")
+        time.sleep(1)
+    _carry_out(folder, config, arguments)
 
 
 def _check_writable(path: Path) -> None:
@@ -223,6 +253,17 @@ def finished(folder: Path) -> bool:
     except (OSError, ValueError, KeyError):
         return False
     return bool(status == "finished") and (folder / "metrics.json").is_file()
+
+
+def progress_of(config: DictConfig) -> str:
+    """How far a run is, in words."""
+    folder = Path(config.runs_dir) / run_id(config)
+    if finished(folder):
+        return "finished"
+    samples = max((int(p.name) for p in folder.glob("checkpoints/[0-9]*")), default=0)
+    if samples:
+        return f"{samples / config.trainer.samples:.0%} trained"
+    return "started" if (folder / "run.json").is_file() else "not started"
 
 
 RECORD = (

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moh.config import (
+    ClassificationConfig,
     Config,
     GenerationConfig,
     ImagesConfig,
@@ -25,6 +26,7 @@ CHOICES = {
     "data.form": ("npz", "folder", "latents"),
     "optim.schedule": ("constant", "cosine"),
     "trainer.precision": ("fp32", "bf16", "fp16"),
+    "trainer.parallel": ("ddp", "fsdp"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "eval.features": ("inception", "efficientnet_lite0"),
     "logger.wandb": ("auto", "online", "offline", "disabled"),
@@ -36,6 +38,7 @@ AT_LEAST_ONE = (
     "trainer.log_every",
     "eval.batch",
     "launcher.processes",
+    "launcher.nodes",
 )
 
 
@@ -72,6 +75,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     if typed.checkpoint == "":
         raise ValueError("checkpoint is empty: name a file or a run folder, or leave it out")
     _check_batches(typed)
+    _check_mixing(typed)
     _check_parts(typed)
     if paths:
         _check_paths(typed)
@@ -114,17 +118,46 @@ def _check_batches(config: Config) -> None:
         raise ValueError("trainer.device cuda: no GPU is visible here; allowed: auto, cpu")
 
 
-def _check_processes(config: Config) -> None:
-    processes = config.launcher.processes
-    if processes == 1:
+def _check_mixing(config: Config) -> None:
+    """Images are mixed in groups that no split over processes or accumulation may cut."""
+    task = config.task
+    if not isinstance(task, ClassificationConfig) or not (task.mixup or task.cutmix):
         return
-    if config.mode != "eval":
-        raise ValueError(f"launcher.processes {processes}: only mode=eval takes more than one")
-    if isinstance(config.task, LanguageConfig):
-        raise ValueError(f"launcher.processes {processes}: task language takes one process")
+    if task.mix_batch < 2 or task.mix_batch % 2:
+        raise ValueError(f"task.mix_batch {task.mix_batch} must be even and at least 2")
+    trainer = config.trainer
+    batch = trainer.device_batch or trainer.global_batch // (
+        config.launcher.processes * config.launcher.nodes
+    )
+    if batch % task.mix_batch:
+        raise ValueError(
+            f"trainer.device_batch {batch} is not a multiple of task.mix_batch {task.mix_batch}"
+        )
+
+
+def _check_processes(config: Config) -> None:
+    launcher, trainer = config.launcher, config.trainer
     gpus = torch.cuda.device_count()
-    if config.trainer.device != "cpu" and 0 < gpus < processes:
-        raise ValueError(f"launcher.processes {processes}: this machine has {gpus} GPU")
+    if trainer.device != "cpu" and 0 < gpus < launcher.processes:
+        raise ValueError(f"launcher.processes {launcher.processes}: this machine has {gpus} GPU")
+    processes = launcher.processes * launcher.nodes
+    if processes == 1:
+        if trainer.parallel == "fsdp" and config.mode != "eval":
+            raise ValueError("trainer.parallel fsdp needs several processes: launcher.processes=N")
+        return
+    if config.mode == "eval":
+        if isinstance(config.task, LanguageConfig):
+            raise ValueError(f"{processes} processes: one evaluates a language model; mode=train")
+        return
+    micro_batch = processes * (trainer.device_batch or 1)
+    if trainer.global_batch % micro_batch:
+        of_each = (
+            f" times trainer.device_batch {trainer.device_batch}" if trainer.device_batch else ""
+        )
+        raise ValueError(
+            f"trainer.global_batch {trainer.global_batch} is not a multiple of "
+            f"{processes} processes (launcher.processes, launcher.nodes){of_each}"
+        )
 
 
 def _check_parts(config: Config) -> None:

@@ -6,10 +6,12 @@ does; the arguments are those of the user's command, for the record.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -28,7 +30,7 @@ from moh import distribution
 from moh.backbones.build import build_model
 from moh.backbones.convert import head_plan
 from moh.config import Config
-from moh.errors import RunError
+from moh.errors import RunError, StoppedError
 from moh.heads import routers
 from moh.reporting import provenance
 from moh.reporting.wandb_logger import RunLogger
@@ -36,7 +38,9 @@ from moh.runner import load_config, write_json
 from moh.tasks.base import Evaluation, Task
 from moh.training import checkpoint
 from moh.training.loop import Trainer
+from moh.training.parallel import gathered
 from moh.training.progress import RunProgress
+from moh.training.signals import stop_at_once
 
 
 def execute(folder: Path, arguments: Sequence[str]) -> None:
@@ -58,7 +62,11 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     identity = str(folder.relative_to(config.runs_dir))
     task = build_task(config)
-    model = build_model(config.model, config.heads, config.seed).to(device)
+    if config.mode == "eval":
+        config.trainer.parallel = "ddp"  # there is nothing to shard
+    sharded = config.trainer.parallel == "fsdp"
+    # A model that is to be sharded may not fit on one device: FSDP moves it block by block.
+    model = build_model(config.model, config.heads, config.seed).to("cpu" if sharded else device)
     record = {
         "run_id": identity,
         "name": config.name,
@@ -97,8 +105,12 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
             record["share"] = trainer.samples / config.trainer.samples
             record["samples"] = trainer.samples
             scored = trainer.ema.module if trainer.ema and config.eval.ema else model
+            if sharded:
+                empty = build_model(config.model, config.heads, config.seed).to(device)
+                scored = gathered(scored, empty)
             evaluation: Evaluation | None = None
-            if config.mode in ("eval", "both"):
+            takes_part = task.evaluates_together or distribution.is_main()
+            if config.mode in ("eval", "both") and takes_part:
                 evaluated = time.monotonic()
                 scored.eval()
                 evaluation = task.evaluate(scored, folder, progress)
@@ -122,6 +134,14 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
             _say_scores(progress, identity, evaluation, record)
         write_json(folder / "run.json", record)
         failed = False
+    except StoppedError:
+        record["samples"] = trainer.samples
+        record["share"] = trainer.samples / config.trainer.samples
+        record["seconds"]["total"] += time.monotonic() - begun
+        if distribution.is_main():
+            write_json(folder / "run.json", record)
+        failed = False
+        raise
     finally:
         logger.close(failed)
 
@@ -138,8 +158,7 @@ def set_up(config: Config) -> torch.device:
         # Filling every new tensor with NaN is a debugging aid that costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    distribution.initialise(device)
-    return torch.device(device)
+    return distribution.initialise(device)
 
 
 def build_task(config: Config) -> Task:
@@ -231,15 +250,24 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def _die_with_the_launcher() -> None:
+    """A launcher that is killed cannot stop its processes; they would write on beside the next."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def main() -> None:
     """One process of a launched run; a failure reaches the launcher as one line."""
+    _die_with_the_launcher()
     try:
-        execute(Path(sys.argv[1]), sys.argv[2:])
+        with stop_at_once(sys.argv[1]):
+            execute(Path(sys.argv[1]), sys.argv[2:])
     except Exception as error:
         if not isinstance(error, RunError):
             traceback.print_exc()
         get_error_handler().record_exception(error)
-        sys.exit(1)
+        sys.exit(StoppedError.EXIT_STATUS if isinstance(error, StoppedError) else 1)
     finally:
         distribution.shut_down()
 

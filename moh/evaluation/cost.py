@@ -61,7 +61,10 @@ def describe_model(
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         built = build_model(model, heads)
         plain = build_model(model, HeadsConfig())
-        inputs, options, unit, size = _inputs(model, seq_len)
+        inputs, options = example_inputs(model, seq_len)
+    unit, size = (
+        ("token", options["input_ids"].shape[1]) if "input_ids" in options else ("image", 1)
+    )
     plan = head_plan(built)
     causal = 0.5 if isinstance(model, LlamaConfig) else 1.0
     mha, _ = _count(plain, inputs, options, causal)
@@ -80,23 +83,22 @@ def describe_model(
     )
 
 
-def _inputs(
+def example_inputs(
     model: ModelConfig, seq_len: int | None
-) -> tuple[tuple[Tensor, ...], dict[str, Any], str, int]:
-    """Arguments of one forward pass, what is counted, and how many of it they hold."""
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Arguments of one forward pass of one image or sequence, without values."""
     if isinstance(model, TimmConfig):
-        size = model.img_size
-        return (torch.empty(1, model.in_chans, size, size),), {}, "image", 1
+        return (torch.empty(1, model.in_chans, model.img_size, model.img_size),), {}
     if isinstance(model, DiTConfig):
-        size = model.input_size
         one = torch.zeros(1, dtype=torch.int64)
-        return (torch.empty(1, model.in_channels, size, size), one, one), {}, "image", 1
+        x = torch.empty(1, model.in_channels, model.input_size, model.input_size)
+        return (x, one, one), {}
     assert isinstance(model, LlamaConfig)
     length = seq_len or model.max_position_embeddings
     ids = torch.zeros(1, length, dtype=torch.int64)
     # A ready mask, since transformers looks into the positions to make one and meta has no values.
     mask = torch.zeros(1, 1, length, length)
-    return (), {"input_ids": ids, "attention_mask": mask, "use_cache": False}, "token", length
+    return (), {"input_ids": ids, "attention_mask": mask, "use_cache": False}
 
 
 def _count(

@@ -6,7 +6,7 @@ Tensor names end in their dimensions:
     B batch, N tokens, D width of the model, H heads, K width of a head, E routed heads.
 """
 
-from moh.heads.balance import balance_loss, head_load, routers
+from moh.heads.balance import balance_loss, head_load, routers, sum_counts
 from moh.heads.execution import gate_heads
 from moh.heads.plan import HeadPlan, LayerPlan
 from moh.heads.router import (
@@ -33,4 +33,5 @@ __all__ = [
     "gate_heads",
     "head_load",
     "routers",
+    "sum_counts",
 ]

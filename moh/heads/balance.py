@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,30 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
             yield name, module
 
 
-def balance_loss(model: nn.Module) -> Tensor | None:
+def sum_counts(model: nn.Module | Iterable[Router], add_up: Callable[[Tensor], object]) -> None:
+    """Replace each router's counts of the last forward pass by their sums over processes.
+
+    The probabilities stay those of this process, with their gradient. So :func:`balance_loss`
+    is then this process's part of the loss: over the processes the parts add up to the loss of
+    all their tokens together, and their gradients to its gradient. :func:`head_load` is that of
+    all tokens.
+
+    Args:
+        model: a model, or its routers.
+        add_up: replaces a tensor by its sum over the processes, in place; called once.
+    """
+    counted = [router for router in _routers(model) if router.statistics is not None]
+    if not counted:
+        return
+    statistics = [router.statistics for router in counted if router.statistics is not None]
+    flat = torch.cat([torch.cat([s.selected_sum_E, s.num_tokens.view(1)]) for s in statistics])
+    add_up(flat)
+    sums = flat.split([len(s.selected_sum_E) + 1 for s in statistics])
+    for router, own, total in zip(counted, statistics, sums, strict=True):
+        router.statistics = own._replace(selected_sum_E=total[:-1], num_tokens=total[-1])
+
+
+def balance_loss(model: nn.Module | Iterable[Router]) -> Tensor | None:
     """Balance loss of the last forward pass, averaged over the layers with routed heads.
 
     A layer's loss is ``E * sum_i P_i f_i`` with the mean probability ``P_i`` and the mean
@@ -25,12 +48,14 @@ def balance_loss(model: nn.Module) -> Tensor | None:
     without the factor for ``gate_scale="paper"``). The gradient flows through ``P_i`` alone.
     The coefficient (paper: 0.01) is the caller's.
 
+    Args:
+        model: a model, or its routers where they are at hand: walking a model takes longer than
+            the loss.
+
     Returns:
         A float32 scalar with gradient, or None for a model without routed heads.
     """
-    losses = [
-        router.balance_loss() for _, router in routers(model) if router.statistics is not None
-    ]
+    losses = [router.balance_loss() for router in _routers(model) if router.statistics is not None]
     return torch.stack(losses).mean() if losses else None
 
 
@@ -45,3 +70,9 @@ def head_load(model: nn.Module) -> dict[str, Tensor]:
         for name, router in routers(model)
         if router.statistics is not None
     }
+
+
+def _routers(model: nn.Module | Iterable[Router]) -> Iterable[Router]:
+    if isinstance(model, nn.Module):
+        return [router for _, router in routers(model)]
+    return model

@@ -20,6 +20,7 @@ _NEUTRAL_KEYS = (
     "name",
     "protocol",
     "mode",
+    "dry_run",
     "table",
     "runs_dir",
     "results_dir",

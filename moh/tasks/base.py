@@ -53,7 +53,14 @@ class Evaluation:
 
 
 class Task(ABC):
-    """Batch to loss, and model to scores."""
+    """Batch to loss, and model to scores.
+
+    Attributes:
+        evaluates_together: whether all processes of a run take part in :meth:`evaluate`; else
+            the main one is left to do it alone.
+    """
+
+    evaluates_together = True
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:

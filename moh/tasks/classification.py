@@ -42,11 +42,17 @@ class Classification(Task):
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
         batch = self.data.train_batch(self.order, first, count)
-        if self.mix is not None:
+        if self.mix is None:
+            return batch
+        size = self.config.task.mix_batch
+        mixed = []
+        for start in range(0, count, size):
             # timm draws from NumPy's global stream.
-            np.random.seed(stable_seed(self.config.seed, "mix", first) % 2**32)
-            batch["images"], batch["labels"] = self.mix(batch["images"], batch["labels"])
-        return batch
+            np.random.seed(stable_seed(self.config.seed, "mix", first + start) % 2**32)
+            part = slice(start, start + size)
+            mixed.append(self.mix(batch["images"][part], batch["labels"][part]))
+        images, labels = zip(*mixed, strict=True)
+        return {"images": torch.cat(images), "labels": torch.cat(labels)}
 
     def loss(
         self, model: nn.Module, batch: dict[str, Tensor], random: StepRandom

@@ -21,6 +21,8 @@ from moh.tasks.base import Evaluation, Metric, Progress, Task
 class Language(Task):
     """Cross entropy of the next token; bits per byte of held-out text and benchmarks."""
 
+    evaluates_together = False
+
     def __init__(self, config: Config) -> None:
         self.config = config
         cache = Path(config.runs_dir) / "cache"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,10 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from moh import distribution
 from moh.backbones.convert import head_plan
 from moh.errors import RunError
 
 MANIFEST = "manifest.json"
+NEARLY_FULL = 16 * 2**20  # bytes
 
 
 def save(
@@ -48,13 +51,12 @@ def save(
     """
     target = folder / f"{samples:013d}"
     aside = folder / f".{target.name}.tmp"
-    try:
+
+    def begin() -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        with _one_process():
-            dcp.state_dict_saver.save(
-                _state(model, optimizer, ema), checkpoint_id=str(aside), no_dist=True
-            )
+
+    def finish() -> None:
         plan = head_plan(model)
         extra = {
             "samples": samples,
@@ -69,13 +71,32 @@ def save(
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
         _sync(folder)
-    except (OSError, dcp.api.CheckpointException) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        for old in sorted(folder.glob("[0-9]*"))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    try:
+        distribution.on_main(begin)
+        with _quiet():
+            dcp.state_dict_saver.save(
+                _state(model, optimizer, ema), checkpoint_id=str(aside), no_dist=_alone()
+            )
+        distribution.on_main(finish)
+    except (OSError, RunError, dcp.api.CheckpointException) as error:
+        reason = _reason(error, folder)
+        if distribution.is_main():
+            shutil.rmtree(aside, ignore_errors=True)
         raise RunError(f"cannot write checkpoint {target}: {reason}") from None
-    for old in sorted(folder.glob("[0-9]*"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    """One line; of a failure that every process reports, the main one's or the first."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error = error.failures[min(error.failures)][0]
+    # PyTorch's writer tells of a full disk as of a wrong position in its file.
+    if shutil.disk_usage(folder).free < NEARLY_FULL:
+        return os.strerror(errno.ENOSPC)
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]
 
 
 def newest(folder: Path) -> Path | None:
@@ -83,7 +104,8 @@ def newest(folder: Path) -> Path | None:
     for path in sorted(folder.glob("[0-9]*"), reverse=True):
         if whole(path):
             return path
-        print(f"{path} is not whole; trying the one before it")
+        if distribution.is_main():
+            print(f"{path} is not whole; trying the one before it")
     return None
 
 
@@ -118,8 +140,8 @@ def load(
         raise RunError(f"checkpoint {path} does not fit this model: it has other heads")
     state = _state(model, optimizer, ema)
     try:
-        with _one_process():
-            dcp.state_dict_loader.load(state, checkpoint_id=str(path), no_dist=True)
+        with _quiet():
+            dcp.state_dict_loader.load(state, checkpoint_id=str(path), no_dist=_alone())
     except (dcp.api.CheckpointException, RuntimeError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise RunError(f"checkpoint {path} does not fit this model: {reason}") from None
@@ -147,9 +169,13 @@ def _state(model: nn.Module, optimizer: Optimizer | None, ema: nn.Module | None)
     return state
 
 
+def _alone() -> bool:
+    return distribution.world_size() == 1
+
+
 @contextmanager
-def _one_process() -> Iterator[None]:
-    """Without PyTorch's reminder that no process group exists, which is meant here."""
+def _quiet() -> Iterator[None]:
+    """Without PyTorch's reminder that no process group exists, where there shall be none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

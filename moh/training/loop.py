@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from moh import distribution
 from moh.config import Config
 from moh.data.order import StepRandom, stable_seed
-from moh.errors import RunError
-from moh.heads import balance_loss, head_load
+from moh.errors import RunError, StoppedError
+from moh.heads import balance_loss, head_load, routers, sum_counts
 from moh.reporting.wandb_logger import RunLogger
 from moh.tasks.base import Task
-from moh.training import checkpoint
+from moh.training import checkpoint, parallel
+from moh.training.drop_path import draw_for_all_processes
 from moh.training.progress import RunProgress
 from moh.training.schedule import learning_rate
+from moh.training.signals import FROM_ANYBODY, FROM_SCHEDULER, StopRequest, stop_requests
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,8 +52,11 @@ class Trained:
 class Trainer:
     """Trains one model on one task. State is counted in samples.
 
+    An update takes ``trainer.global_batch`` samples in micro-batches. Each of these is shared by
+    all processes, process r taking the r-th part: so a run means the same on one GPU and on many.
+
     Args:
-        model: on its device already.
+        model: equal on every process; on its device already, unless FSDP is to put it there.
         folder: run folder; checkpoints and curves go there.
     """
 
@@ -63,9 +71,21 @@ class Trainer:
     ) -> None:
         self.config, self.model, self.task = config, model, task
         self.folder, self.logger, self.progress = folder, logger, progress
-        self.device = next(model.parameters()).device
         trainer, optim = config.trainer, config.optim
-        self.device_batch = trainer.device_batch or trainer.global_batch
+        self.processes = distribution.world_size()
+        self.device_batch = trainer.device_batch or trainer.global_batch // self.processes
+        self.micro_batch = self.device_batch * self.processes
+        self.ema: AveragedModel | None = None
+        if trainer.ema_decay is not None:
+            average = get_ema_multi_avg_fn(trainer.ema_decay)
+            self.ema = AveragedModel(model, multi_avg_fn=average)
+        if trainer.activation_checkpointing:
+            parallel.recompute_activations(model)
+        if self.processes > 1:
+            draw_for_all_processes(model)
+        self.run_model = parallel.wrap(model, self.ema.module if self.ema else None, trainer)
+        self.device = next(model.parameters()).device
+        self.routers = [router for _, router in routers(model)]
         self.optimizer = AdamW(
             task.param_groups(model, optim.weight_decay),
             lr=optim.lr,
@@ -73,21 +93,15 @@ class Trainer:
             eps=optim.eps,
             fused=True,
         )
-        self.ema: AveragedModel | None = None
-        if trainer.ema_decay is not None:
-            average = get_ema_multi_avg_fn(trainer.ema_decay)
-            self.ema = AveragedModel(model, multi_avg_fn=average)
         half = trainer.precision == "fp16" and self.device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda") if half else None
-        self.run_model = cast(nn.Module, torch.compile(model)) if trainer.compile else model
-        if trainer.activation_checkpointing:
-            recompute_activations(model)
         self.samples = 0
 
     def autocast(self) -> AbstractContextManager[object]:
         """The precision's autocast; none for fp32."""
         dtype = DTYPES[self.config.trainer.precision]
-        if dtype == torch.float32:
+        # FSDP casts parameters and inputs itself.
+        if dtype == torch.float32 or self.config.trainer.parallel == "fsdp":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=dtype)
 
@@ -95,35 +109,50 @@ class Trainer:
         """Train up to the budget, from the newest whole checkpoint if there is one.
 
         Raises:
+            StoppedError: a signal asked for it; a checkpoint was written.
             RunError: a loss that is not finite (the last good checkpoint stays), no memory, or
                 a checkpoint that cannot be read or written.
         """
-        total, batch = self.config.trainer.samples, self.config.trainer.global_batch
-        every = self.config.trainer.checkpoint_every or total
         self._resume()
         start, begun = self.samples, time.monotonic()
         self.model.train()
-        with open(self.folder / "curves.jsonl", "a") as curves:
-            marked, since = time.monotonic(), self.samples
-            while self.samples < total:
-                step = self.samples // batch
-                logged = step % self.config.trainer.log_every == 0 or self.samples + batch >= total
-                row = self._guarded_update(logged)
-                self.samples += batch
-                if logged:
-                    now = time.monotonic()
-                    row["samples_per_second"] = (self.samples - since) / max(now - marked, 1e-9)
-                    marked, since = now, self.samples
-                    curves.write(json.dumps(row) + "\n")
-                    curves.flush()
-                    self.logger.log(row, step=step)
-                    self._show(row)
-                else:
-                    self.progress("training", self.samples, total, self._note)
-                if self.samples % every == 0 or self.samples >= total:
-                    self._save()
+        # Ctrl-C reaches every process of a terminal, and the launcher repeats it to them.
+        signals = FROM_ANYBODY if self.processes == 1 else FROM_SCHEDULER
+        with self._curves() as curves, stop_requests(signals) as stop:
+            self._train(curves, stop)
         seconds = time.monotonic() - begun if self.samples > start else 0.0
         return Trained(self.ema.module if self.ema else None, self.samples, seconds)
+
+    def _train(self, curves: IO[str], stop: StopRequest) -> None:
+        total, batch = self.config.trainer.samples, self.config.trainer.global_batch
+        every = self.config.trainer.checkpoint_every or total
+        marked, since = time.monotonic(), self.samples
+        while self.samples < total:
+            step = self.samples // batch
+            logged = step % self.config.trainer.log_every == 0 or self.samples + batch >= total
+            row, stopping = self._guarded_update(logged, bool(stop))
+            self.samples += batch
+            if logged:
+                now = time.monotonic()
+                row["samples_per_second"] = (self.samples - since) / max(now - marked, 1e-9)
+                marked, since = now, self.samples
+                curves.write(json.dumps(row) + "\n")
+                curves.flush()
+                self.logger.log(row, step=step)
+                self._show(row)
+            else:
+                self.progress("training", self.samples, total, self._note)
+            if self.samples % every == 0 or self.samples >= total or stopping:
+                self._save()
+            if stopping and self.samples < total:
+                raise StoppedError(
+                    f"{self.config.name}: stopped by {stop.name} at sample {self.samples:,} of "
+                    f"{total:,}; a checkpoint is written, the same command goes on from it"
+                )
+
+    def _curves(self) -> IO[str]:
+        path = self.folder / "curves.jsonl" if distribution.is_main() else Path(os.devnull)
+        return open(path, "a")
 
     _note = ""
 
@@ -134,9 +163,9 @@ class Trainer:
         self._note = f"{note}  {row['samples_per_second']:.0f}/s"
         self.progress("training", self.samples, self.config.trainer.samples, self._note)
 
-    def _guarded_update(self, logged: bool) -> dict[str, Any]:
+    def _guarded_update(self, logged: bool, stop: bool) -> tuple[dict[str, Any], bool]:
         try:
-            return self._update(logged)
+            return self._update(logged, stop)
         except torch.OutOfMemoryError:
             smaller = max(1, self.device_batch // 2)
             raise RunError(
@@ -144,8 +173,16 @@ class Trainer:
                 f"{self.device_batch}; try trainer.device_batch={smaller}"
             ) from None
 
-    def _update(self, logged: bool) -> dict[str, Any]:
-        """One optimiser step over the global batch."""
+    def _update(self, logged: bool, stop: bool) -> tuple[dict[str, Any], bool]:
+        """One optimiser step over the global batch.
+
+        Args:
+            logged: whether the row will be written.
+            stop: whether this process was asked to stop.
+
+        Returns:
+            The row of the curves, and whether any process was asked to stop.
+        """
         config, trainer = self.config, self.config.trainer
         # Dropout and DropPath draw from the global stream: seeded anew for each update, so that
         # a run that was stopped here goes on with the same draws.
@@ -154,41 +191,51 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        task_loss = torch.zeros((), device=self.device)
-        balance = torch.zeros((), device=self.device)
-        routed = False
+        # Summed over the processes below: task loss, balance loss, processes asked to stop.
+        sums = torch.zeros(3, device=self.device)
+        sums[2] = float(stop)
         terms = self.task.terms(trainer.global_batch)
+        share = self.micro_batch / trainer.global_batch
         for offset, batch in self._micro_batches():
             random = StepRandom(
                 config.seed, self.samples, trainer.global_batch, offset, self.device_batch
             )
-            with self.autocast():
-                loss, _ = self.task.loss(self.run_model, batch, random)
-            loss = loss / terms
-            task_loss += loss.detach()
-            aux = balance_loss(self.model)
-            if aux is not None:
-                routed = True
-                share = self.device_batch / trainer.global_batch
-                balance += aux.detach() * share
-                loss = loss + config.heads.balance_coef * share * aux
-            (self.scaler.scale(loss) if self.scaler else loss).backward()
-        norm = self._step(task_loss + balance)
+            more = offset // self.micro_batch + 1 < trainer.global_batch // self.micro_batch
+            with parallel.without_sync(self.run_model, wanted=more):
+                with self.autocast():
+                    loss, _ = self.task.loss(self.run_model, batch, random)
+                loss = loss / terms
+                sums[0] += loss.detach()
+                if self.processes > 1:
+                    sum_counts(self.routers, distribution.sum_over_processes)
+                aux = balance_loss(self.routers)
+                # Before the backward pass, in which a recomputed forward pass counts anew.
+                load = {} if more or not logged else _load_spread(self.model)
+                if aux is not None:
+                    sums[1] += aux.detach() * share
+                    loss = loss + config.heads.balance_coef * share * aux
+                # Gradients come out as means over the processes; the parts must add up.
+                loss = loss * self.processes if self.processes > 1 else loss
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
+        distribution.sum_over_processes(sums)
+        norm = self._step(sums[0] + sums[1])
         row: dict[str, Any] = {"samples": self.samples + trainer.global_batch}
         if logged:
-            row["task_loss"] = task_loss.item()
-            row["balance_loss"] = balance.item() if routed else None
-            row["loss"] = row["task_loss"] + config.heads.balance_coef * (balance.item())
+            task_loss, balance, _ = sums.tolist()
+            row["task_loss"] = task_loss
+            row["balance_loss"] = balance if aux is not None else None
+            row["loss"] = task_loss + config.heads.balance_coef * balance
             row["lr"] = rate
             row["grad_norm"] = norm
-            if routed:
-                row.update(_load_spread(self.model))
-        return row
+            row.update(load)
+        return row, bool(sums[2])
 
     def _micro_batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        for offset in range(0, self.config.trainer.global_batch, self.device_batch):
-            batch = self.task.batch(self.samples + offset, self.device_batch)
-            yield offset, {key: value.to(self.device) for key, value in batch.items()}
+        """This process's part of each micro-batch, and where in the global batch it begins."""
+        own = distribution.rank() * self.device_batch
+        for start in range(own, self.config.trainer.global_batch, self.micro_batch):
+            batch = self.task.batch(self.samples + start, self.device_batch)
+            yield start, {key: value.to(self.device) for key, value in batch.items()}
 
     def _step(self, loss: Tensor) -> float:
         """Clip, check, step, average. Returns the gradient norm before clipping."""
@@ -196,6 +243,8 @@ class Trainer:
             self.scaler.unscale_(self.optimizer)
         limit = self.config.optim.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         finite = bool(torch.isfinite(loss)) and (self.scaler is not None or bool(norm.isfinite()))
         if not finite:
             kept = checkpoint.newest(self.folder / "checkpoints")
@@ -218,7 +267,8 @@ class Trainer:
         if path is not None:
             self.samples = checkpoint.load(path, self.model, self.optimizer, self.ema, self.scaler)
             self.progress.say(f"{self.config.name}: goes on from sample {self.samples:,}")
-        _cut_curves(self.folder / "curves.jsonl", self.samples)
+        if distribution.is_main():
+            _cut_curves(self.folder / "curves.jsonl", self.samples)
 
     def _save(self) -> None:
         checkpoint.save(
@@ -229,26 +279,6 @@ class Trainer:
             self.ema,
             self.scaler,
         )
-
-
-def recompute_activations(model: nn.Module) -> None:
-    """Switch activation checkpointing on, each library's own way; none of them reentrant.
-
-    Raises:
-        RunError: the model has no such switch.
-    """
-    # transformers, diffusers, timm
-    for name in (
-        "activation_checkpointing_enable",
-        "enable_gradient_checkpointing",
-        "set_grad_checkpointing",
-    ):
-        if hasattr(model, name):
-            getattr(model, name)()
-            return
-    raise RunError(
-        f"{type(model).__name__} cannot recompute: trainer.activation_checkpointing=false"
-    )
 
 
 def _load_spread(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""Signals that ask a run to save and stop: queue limits, pre-emption, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from moh.errors import StoppedError
+
+# What schedulers send before they kill, and what a user presses. submitit listens to SIGUSR2.
+FROM_SCHEDULER = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+FROM_ANYBODY = (*FROM_SCHEDULER, signal.SIGINT)
+
+
+class StopRequest:
+    """Whether somebody has asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def name(self) -> str:
+        """Name of the signal."""
+        return self.signal.name if self.signal is not None else "another process's signal"
+
+
+@contextmanager
+def stop_requests(signals: Sequence[signal.Signals] = FROM_ANYBODY) -> Iterator[StopRequest]:
+    """Turn the first of these signals into a request; a second one acts as it always did.
+
+    Once the block is left, a request goes on to whoever listened before: a job that submitit
+    started is put back into the queue by its own handler, after the run has saved. Outside the
+    main thread, where Python allows no handlers, nothing is caught.
+    """
+    request = StopRequest()
+    before: dict[signal.Signals, object] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number)
+        _restore(before)
+
+    try:
+        for number in signals:
+            before[number] = signal.signal(number, note)
+    except ValueError:
+        before.clear()
+    try:
+        yield request
+    finally:
+        _restore(before)
+        if request.signal is not None and request.signal != signal.SIGINT:
+            hand_on(request.signal)
+
+
+class _StopAtOnce:
+    """The handler of :func:`stop_at_once`."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        raise StoppedError(f"{self.what}: stopped by {name}; the same command goes on")
+
+
+@contextmanager
+def stop_at_once(what: str) -> Iterator[None]:
+    """Outside training there is nothing to save: a scheduler's signal ends the block.
+
+    Signals that somebody listens to already, as submitit does, stay theirs.
+
+    Args:
+        what: is being done, for the message.
+
+    Raises:
+        StoppedError: in place of the signal.
+    """
+    before: dict[signal.Signals, object] = {}
+    try:
+        for number in FROM_SCHEDULER:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, _StopAtOnce(what))
+    except ValueError:
+        before.clear()
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def hand_on(number: signal.Signals) -> None:
+    """Send a signal again if somebody else has a handler for it; the default would only kill."""
+    handler = signal.getsignal(number)
+    if callable(handler) and not isinstance(handler, _StopAtOnce):
+        os.kill(os.getpid(), number)
+
+
+def _restore(handlers: dict[signal.Signals, object]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+    handlers.clear()
