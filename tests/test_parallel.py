@@ -75,13 +75,14 @@ def curve(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory) -> dict[tuple[str, str], tuple[list[dict], list[dict]]]:
-    """(family, split) -> curve of one process, curve of two."""
+def folders(tmp_path_factory) -> dict[tuple[str, str], tuple[Path, Path]]:
+    """(family, split) -> run folder of one process, of two."""
     top = tmp_path_factory.mktemp("parallel")
     alone, together = {}, {}
     for family in FAMILIES:
         for index, (split, (one, two)) in enumerate(SPLITS.items()):
-            settings = ("mode=train", "trainer.threads=1")
+            mode = "both" if family == "vit" else "train"
+            settings = (f"mode={mode}", "trainer.threads=1")
             # Splits of equal settings share their run of one process.
             shared = tiny(family, top / family / f"one-{len(one)}", *settings, *one)
             if not folder_of(shared).is_dir():
@@ -91,15 +92,15 @@ def curves(tmp_path_factory) -> dict[tuple[str, str], tuple[list[dict], list[dic
             config.launcher.processes = 2
             validate(config)
             together[family, split] = frozen(config)
-    folders = list(together.values())
-    multiprocessing.start_processes(work, (free_port(), folders), nprocs=2, start_method="spawn")
-    return {key: (curve(alone[key]), curve(together[key])) for key in alone}
+    started = (free_port(), list(together.values()))
+    multiprocessing.start_processes(work, started, nprocs=2, start_method="spawn")
+    return {key: (alone[key], together[key]) for key in alone}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("split", SPLITS)
-def test_two_processes_train_as_one(family, split, curves):
-    one, two = curves[family, split]
+def test_two_processes_train_as_one(family, split, folders):
+    one, two = map(curve, folders[family, split])
     assert len(one) == len(two) == 4
     for expected, ours in zip(one, two, strict=True):
         assert ours["samples"] == expected["samples"]
@@ -110,6 +111,14 @@ def test_two_processes_train_as_one(family, split, curves):
         for key in loads:
             assert ours[key] == pytest.approx(expected[key], rel=1e-6), key
     assert one[0]["task_loss"] != one[-1]["task_loss"]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_processes_score_as_one(split, folders):
+    texts = [(folder / "metrics.json").read_text() for folder in folders["vit", split]]
+    one, two = (json.loads(text)["metrics"] for text in texts)
+    assert two["val_loss"]["n"] == one["val_loss"]["n"] == 2000
+    assert two["val_loss"]["value"] == pytest.approx(one["val_loss"]["value"], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

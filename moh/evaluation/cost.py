@@ -15,7 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moh.backbones.build import build_model
 from moh.backbones.convert import attention_layers, converted_layers, head_plan, head_shapes
-from moh.config import DiTConfig, HeadsConfig, LlamaConfig, ModelConfig, TimmConfig
+from moh.config import (
+    Config,
+    DiTConfig,
+    HeadsConfig,
+    LlamaConfig,
+    ModelConfig,
+    TextConfig,
+    TimmConfig,
+)
 from moh.heads import Router, routers
 
 
@@ -81,6 +89,16 @@ def describe_model(
         dense_macs=dense / size,
         sparse_macs=(dense - saved) / size,
     )
+
+
+def training_flops(config: Config) -> float:
+    """Floating-point operations of one training sample: forward and backward pass, all heads.
+
+    Two for each multiply-accumulate; the backward pass is twice the forward pass. What activation
+    checkpointing recomputes does not count.
+    """
+    seq_len = config.data.seq_len if isinstance(config.data, TextConfig) else None
+    return 6 * describe_model(config.model, config.heads, seq_len).dense_macs * (seq_len or 1)
 
 
 def example_inputs(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moh.backbones.build import build_model
 from moh.config import Config, GenerationConfig, TextConfig
-from moh.evaluation.cost import describe_model, example_inputs
+from moh.evaluation.cost import describe_model, example_inputs, training_flops
 from moh.training.parallel import recompute_activations
 
 BYTES_FP32 = 4
@@ -64,9 +64,7 @@ def forecast(config: Config) -> Forecast:
     text = isinstance(config.data, TextConfig)
     seq_len = config.data.seq_len if text else None
     sizes = describe_model(config.model, config.heads, seq_len)
-    macs_of_sample = sizes.dense_macs * (seq_len or 1)
-    # Two operations a multiply-accumulate; the backward pass is twice the forward pass.
-    flops = 6.0 * macs_of_sample * trainer.samples
+    flops = training_flops(config) * trainer.samples
     copies = 4 + (trainer.ema_decay is not None)
     shards = processes if trainer.parallel == "fsdp" else 1
     return Forecast(
@@ -97,7 +95,7 @@ def _kept_bytes(config: Config, seq_len: int | None) -> float:
 
     def keep(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            kept[id(tensor.untyped_storage())] = tensor
+            kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,7 @@ from moh import distribution
 from moh.config import Config
 from moh.data.order import StepRandom, stable_seed
 from moh.errors import RunError, StoppedError
+from moh.evaluation.cost import training_flops
 from moh.heads import balance_loss, head_load, routers, sum_counts
 from moh.reporting.wandb_logger import RunLogger
 from moh.tasks.base import Task
@@ -134,7 +136,7 @@ class Trainer:
             self.samples += batch
             if logged:
                 now = time.monotonic()
-                row["samples_per_second"] = (self.samples - since) / max(now - marked, 1e-9)
+                row |= self._speed((self.samples - since) / max(now - marked, 1e-9))
                 marked, since = now, self.samples
                 curves.write(json.dumps(row) + "\n")
                 curves.flush()
@@ -149,6 +151,20 @@ class Trainer:
                     f"{self.config.name}: stopped by {stop.name} at sample {self.samples:,} of "
                     f"{total:,}; a checkpoint is written, the same command goes on from it"
                 )
+
+    def _speed(self, samples_per_second: float) -> dict[str, float]:
+        """Throughput; on a GPU also how well it is used, and its memory."""
+        row = {"samples_per_second": samples_per_second}
+        if self.device.type == "cuda":
+            each = samples_per_second * self._flops_of_sample / self.processes / 1e12
+            row["tflops_per_gpu"] = each
+            row["model_flops_utilisation"] = each / self.config.launcher.peak_tflops
+            row["peak_memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        return row
+
+    @cached_property
+    def _flops_of_sample(self) -> float:
+        return training_flops(self.config)
 
     def _curves(self) -> IO[str]:
         path = self.folder / "curves.jsonl" if distribution.is_main() else Path(os.devnull)
