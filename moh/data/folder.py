@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 import torch
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
 from moh.config import ClassificationConfig, ImagesConfig
 from moh.data.order import ShuffledOrder, stable_seed
+from moh.data.reading import Key, LoadAhead, load, next_batch, open_picture
 from moh.errors import RunError
 
 
@@ -25,24 +27,43 @@ class RepeatedOrder(ShuffledOrder):
 
     A pass has as many samples as a plain one, rounded down to a multiple of 256, as the recipe
     that the paper keeps has it; so with three repeats a third of the images is seen in it.
+
+    The recipe deals the copies of an image to different GPUs: they share an update and no device
+    batch, so that mixing never pairs them. Its deal is part of the order here, however many
+    devices there are: of each ``block`` samples the first ``block / spread`` are those that its
+    first GPU sees.
+
+    Args:
+        size: images.
+        repeats: times that an image is shown in a pass that shows it.
+        block: samples of an update.
+        spread: GPUs of the recipe; 1 leaves the copies side by side.
     """
 
-    def __init__(self, size: int, seed: int, repeats: int) -> None:
+    def __init__(self, size: int, seed: int, repeats: int, block: int = 1, spread: int = 1) -> None:
         super().__init__(size, seed)
+        if block % spread:
+            raise ValueError(
+                f"trainer.global_batch {block} is not a multiple of data.repeat_spread {spread}"
+            )
         self.images = size
         self.repeats = repeats
+        self.block, self.spread = block, spread
         self.size = size if size < 256 else size // 256 * 256
 
     def _load(self, epoch: int) -> None:
         if epoch != self._epoch:
-            images, self.size = self.size, self.images
+            samples, self.size = self.size, self.images
             super()._load(epoch)
-            self.size = images
-            self._permutation = self._permutation.repeat_interleave(self.repeats)[: self.size]
-            self._uniform = torch.zeros(self.size, 0)
+            self.size = samples
+            shown = self._permutation.repeat_interleave(self.repeats)[:samples]
+            whole = samples // self.block * self.block
+            dealt = shown[:whole].view(-1, self.block // self.spread, self.spread)
+            self._permutation = torch.cat([dealt.transpose(1, 2).flatten(), shown[whole:]])
+            self._uniform = torch.zeros(samples, 0)
 
 
-class _Decoded(Dataset[tuple[Tensor, int]]):
+class _Augmented(Dataset[tuple[Tensor, int]]):
     """Images by (sample number, index), each augmented with the random numbers of its number."""
 
     def __init__(self, folder: ImageFolder, transform: Any, seed: int | None) -> None:
@@ -51,14 +72,12 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.folder.samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         number, index = key
         path, label = self.folder.samples[index]
+        image = open_picture(path)
         with _own_random_numbers(self.seed, number):
-            try:
-                return self.transform(self.folder.loader(path)), label
-            except (OSError, SyntaxError, ValueError) as error:
-                raise RunError(f"cannot read image {path}: {error}") from None
+            return self.transform(image), label
 
 
 class FolderImages:
@@ -69,14 +88,20 @@ class FolderImages:
         fingerprint: of the file lists; the pictures themselves are not read for it.
     """
 
-    def __init__(self, config: ImagesConfig, task: ClassificationConfig, num_classes: int) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: ImagesConfig,
+        task: ClassificationConfig,
+        num_classes: int,
+        global_batch: int = 1,
+    ) -> None:
+        self.config, self.global_batch = config, global_batch
         if config.root is None:
             raise RunError(
                 f"data.root is not set: {config.name} needs a folder with train/ and val/"
             )
-        self._train = _open(Path(config.root) / "train", num_classes)
-        self._val = _open(Path(config.root) / "val", num_classes)
+        self._train = open_folder(Path(config.root) / "train", num_classes)
+        self._val = open_folder(Path(config.root) / "val", num_classes)
         if self._train.classes != self._val.classes:
             other = sorted(set(self._train.classes) ^ set(self._val.classes))[0]
             raise RunError(f"{config.root}: class {other} is not in both of train/ and val/")
@@ -99,8 +124,8 @@ class FolderImages:
             re_mode="pixel",
         )
         self._resize = create_transform(**common, is_training=False, crop_pct=0.875)
-        self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
-        self._next = (-1, -1)
+        self._ahead: LoadAhead | None = None
+        self._order: ShuffledOrder | None = None
 
     @property
     def num_train(self) -> int:
@@ -114,68 +139,52 @@ class FolderImages:
 
     def order(self, seed: int) -> ShuffledOrder:
         """Order of the training images."""
-        return RepeatedOrder(self.num_train, seed, self.config.repeats)
+        spread = self.config.repeat_spread if self.config.repeats > 1 else 1
+        return RepeatedOrder(self.num_train, seed, self.config.repeats, self.global_batch, spread)
 
     def train_batch(self, order: ShuffledOrder, first: int, count: int) -> dict[str, Tensor]:
         """Augmented training samples ``first`` to ``first + count - 1``.
 
-        Batches that follow each other are read ahead by ``data.workers`` processes.
+        The batches after it, as one of several processes asks for them, are read ahead by
+        ``data.workers`` processes.
 
         Returns:
             ``images`` float32 (count, C, size, size), ``labels`` int64 (count,).
         """
-        if self._loader is None or self._next != (first, count):
-            data = _Decoded(self._train, self._augment, order.seed)
-            self._loader = self._load(data, _numbered(order, first, count))
-        images, labels = _next(self._loader)
-        self._next = (first + count, count)
+        if self._ahead is None or self._order is not order:
+            pictures = _Augmented(self._train, self._augment, order.seed)
+            self._ahead = LoadAhead(pictures, partial(_numbered, order), self.config.workers)
+            self._order = order
+        images, labels = self._ahead(first, count)
         return {"images": images, "labels": labels}
 
     def test_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Validation images in order: resized so that the crop is 0.875 of the short side."""
-        data = _Decoded(self._val, self._resize, None)
+        pictures = _Augmented(self._val, self._resize, None)
         numbers = [(i, i) for i in range(self.num_test)]
         batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-        loader = self._load(data, batches)
+        loader = load(pictures, batches, self.config.workers)
         for _ in batches:
-            yield _next(loader)
-
-    def _load(self, data: _Decoded, batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(
-            DataLoader(
-                data,
-                batch_sampler=batches,
-                num_workers=self.config.workers,
-                # Its own, or the start of a pass would draw from the model's random stream.
-                generator=torch.Generator(),
-                pin_memory=torch.cuda.is_available(),
-            )
-        )
+            images, labels = next_batch(loader)
+            yield images, labels
 
 
-def _numbered(order: ShuffledOrder, first: int, count: int) -> Iterator[list[tuple[int, int]]]:
-    while True:
-        indices, _ = order.take(first, count)
-        yield list(zip(range(first, first + count), indices.tolist(), strict=True))
-        first += count
+def _numbered(order: ShuffledOrder, first: int, count: int) -> list[Key]:
+    indices, _ = order.take(first, count)
+    return list(zip(range(first, first + count), indices.tolist(), strict=True))
 
 
-def _next(loader: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    try:
-        return next(loader)
-    except RunError as error:
-        # A loading process hands over its whole traceback; the last line is the message.
-        raise RunError(str(error).strip().splitlines()[-1].rpartition("RunError: ")[2]) from None
-    except RuntimeError as error:
-        raise RunError(f"a data loading process died: {str(error).splitlines()[0]}") from None
+def open_folder(folder: Path, num_classes: int | None = None) -> ImageFolder:
+    """The images of a folder with a folder a class.
 
-
-def _open(folder: Path, num_classes: int) -> ImageFolder:
+    Raises:
+        RunError: no such folder, a class without an image, or not ``num_classes`` of them.
+    """
     try:
         opened = ImageFolder(str(folder))
     except (OSError, FileNotFoundError) as error:
         raise RunError(f"cannot read images in {folder}: {str(error).splitlines()[0]}") from None
-    if len(opened.classes) != num_classes:
+    if num_classes is not None and len(opened.classes) != num_classes:
         raise RunError(
             f"{folder} has {len(opened.classes)} class folders, model.num_classes is {num_classes}"
         )
