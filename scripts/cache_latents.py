@@ -35,6 +35,7 @@ from moh.data.encoding import Encoder, list_hash, read_crop
 from moh.data.folder import open_folder
 from moh.data.latents import (
     INDEX,
+    METADATA,
     LatentIndex,
     Shard,
     payload_sha256,
@@ -116,14 +117,14 @@ def write_shard(
     """Write a shard aside and rename it, so that none is ever half-written."""
     path = shard_path(out, number)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    metadata = {
+    about = {
         "index": index.fingerprint,
-        "shard": str(number),
-        "skipped": json.dumps(skipped),
+        "shard": number,
+        "skipped": skipped,
         "sha256": payload_sha256(moments, labels),
     }
     try:
-        save_file({"moments": moments, "labels": labels}, aside, metadata)
+        save_file({"moments": moments, "labels": labels}, aside, {METADATA: json.dumps(about)})
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

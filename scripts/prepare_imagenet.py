@@ -192,7 +192,7 @@ def check(options: argparse.Namespace) -> int:
                 images += report.images
                 progress("decoding", number, len(todo), f"classes, {images:,} images")
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
     return conclude(options, folders, reports)
 
@@ -248,11 +248,12 @@ def read_labels(path: Path) -> dict[str, str]:
     try:
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
-        return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
-    except (KeyError, IndexError, UnicodeDecodeError, AttributeError):
-        raise RunError(
-            f"{path} is not Kaggle's LOC_val_solution.csv (ImageId, PredictionString)"
-        ) from None
+        labels = {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
+    except (KeyError, IndexError, UnicodeDecodeError, AttributeError, csv.Error):
+        labels = {}
+    if not labels:
+        raise RunError(f"{path} is not Kaggle's LOC_val_solution.csv (ImageId, PredictionString)")
+    return labels
 
 
 def read_kit(folder: Path) -> dict[str, str]:
@@ -290,7 +291,8 @@ def sort_val(options: argparse.Namespace) -> int:
             progress("sorting", number, len(flat))
     inside = {path.stem for path in folder.glob("*/*")}
     missing = sorted(labels.keys() - inside)
-    console.print(f"{folder}: {len(flat):,} moved, {len(inside):,} of {len(labels):,} in place")
+    said = f"{folder}: {len(flat):,} moved, {len(inside):,} of {len(labels):,} in place"
+    console.print(said, soft_wrap=True)
     if missing:
         console.print(f"{len(missing):,} images are missing, {missing[0]} first", style="red")
     return int(bool(missing))

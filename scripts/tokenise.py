@@ -72,6 +72,8 @@ class Part:
         self.sizes = [0 if file.startswith(HUB) else os.path.getsize(file) for file in self.files]
         self._key, self._blank_lines = options.text_key, options.blank_lines
         self._skip_damaged = options.skip_damaged
+        # No more than a small shard is meant to hold.
+        self._batch_bytes = min(BATCH_BYTES, options.shard_tokens)
 
     def batches(self, start: Position) -> Iterator[Batch]:
         """Batches from a position on; where they are cut depends on the position alone."""
@@ -95,7 +97,7 @@ class Part:
                 batch.append(record)
                 size += len(record.data or b"")
                 done += 1
-                if size >= BATCH_BYTES or len(batch) == BATCH_RECORDS:
+                if size >= self._batch_bytes or len(batch) == BATCH_RECORDS:
                     read = sum(self.sizes[:number]) + reading.position()
                     yield Batch(batch, skipped, Position(number, done), read)
                     batch, skipped, size = [], Counter(), 0
@@ -185,7 +187,7 @@ def run(options: argparse.Namespace, part: Part, writer: ShardWriter) -> None:
                 if following is None:
                     break
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
 
 

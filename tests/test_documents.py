@@ -144,7 +144,12 @@ def test_documents_are_text_whatever_is_written_in_them(tokenizer):
 
 
 def test_skipped_records_are_counted_by_reason(tokenizer):
-    records = [Record("text", ""), Record("text", "x"), Record("text", b"\xff"), Record("text", " ")]
+    records = [
+        Record("text", ""),
+        Record("text", "x"),
+        Record("text", b"\xff"),
+        Record("text", " "),
+    ]
     encoded = tokenizer.encode(records, "text")
     assert encoded.skipped == Counter({"empty": 2, "not UTF-8": 1})
     assert len(encoded.lengths) == 1

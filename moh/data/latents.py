@@ -23,6 +23,7 @@ from moh.data.reading import ReadAhead
 from moh.errors import RunError
 
 INDEX = "index.json"
+METADATA = "moh"  # one entry, since the library writes several in any order
 DTYPES = {"float32": "F32", "float16": "F16"}
 
 
@@ -115,21 +116,21 @@ class Shard:
             )
         try:
             file = safe_open(path, "np")
-            metadata = file.metadata() or {}
+            about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             self._moments = file.get_slice("moments")
             self.labels: npt.NDArray[np.int64] = file.get_tensor("labels")
             shape, dtype = self._moments.get_shape(), self._moments.get_dtype()
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise RunError(
                 f"{path} is damaged ({error}); delete it and run scripts/cache_latents.py again"
             ) from None
         wanted = [len(self.labels), 2, 2, *index.latent], DTYPES[index.dtype]
-        if metadata.get("index") != index.fingerprint or metadata.get("shard") != str(number):
+        if about.get("index") != index.fingerprint or about.get("shard") != number:
             raise RunError(f"{path} is of another cache than {folder / INDEX}")
         if (shape, dtype) != wanted:
             raise RunError(f"{path} holds {dtype} {shape}, not {wanted[1]} {wanted[0]}")
-        self.path, self.sha256 = path, metadata["sha256"]
-        self.skipped: dict[str, str] = json.loads(metadata["skipped"])
+        self.path, self.sha256 = path, about["sha256"]
+        self.skipped: dict[str, str] = about["skipped"]
 
     def __len__(self) -> int:
         return len(self.labels)
