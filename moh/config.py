@@ -114,7 +114,7 @@ class ImagesConfig(DataConfig):
     form: str = "npz"
     vae: str | None = None  # folder or hub name of an AutoencoderKL (folder_vae)
     repeats: int = 1  # times that a pass shows each image it has (repeated augmentation; folder)
-    repeat_spread: int = 1  # equal parts of a global batch over which the copies are dealt
+    repeat_spread: int = 1  # parts of a global batch over which the copies are dealt
     workers: int = 8
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,18 +38,15 @@ class RepeatedOrder(ShuffledOrder):
         size: images.
         repeats: times that an image is shown in a pass that shows it.
         block: samples of an update.
-        spread: GPUs of the recipe; 1 leaves the copies side by side.
+        spread: GPUs of the recipe, as far as they divide ``block``; 1 leaves the copies side by
+            side.
     """
 
     def __init__(self, size: int, seed: int, repeats: int, block: int = 1, spread: int = 1) -> None:
         super().__init__(size, seed)
-        if block % spread:
-            raise ValueError(
-                f"trainer.global_batch {block} is not a multiple of data.repeat_spread {spread}"
-            )
         self.images = size
         self.repeats = repeats
-        self.block, self.spread = block, spread
+        self.block, self.spread = block, math.gcd(block, spread)
         self.size = size if size < 256 else size // 256 * 256
 
     def _load(self, epoch: int) -> None:
