@@ -62,6 +62,7 @@ def configure(tree: Path, folder: Path, *more: str):
             "trainer.samples=24",
             "trainer.global_batch=8",
             "trainer.device_batch=4",
+            "task.mix_batch=4",
             "trainer.checkpoint_every=8",
             "trainer.precision=fp32",
             "trainer.log_every=1",
@@ -80,11 +81,11 @@ def test_the_vit_recipe_trains_on_folders_and_a_start_in_the_middle_changes_noth
     run(whole)
     update = Trainer._update
 
-    def stopping(self, logged):
+    def stopping(self, *given):
         if self.samples == 16 and not stopped:
             stopped.append(True)
             raise KeyboardInterrupt
-        return update(self, logged)
+        return update(self, *given)
 
     stopped: list[bool] = []
     Trainer._update = stopping
@@ -204,6 +205,20 @@ def test_images_of_every_kind_are_shown_as_they_are(tmp_path):
     rotated = np.asarray(reading.open_picture(where / "rotated.JPEG"), dtype=int)
     original = np.asarray(made_images.picture(KINDS.index("rotated")), dtype=int)
     assert np.abs(rotated - original).mean() < 10
+
+
+def test_every_operation_of_the_policy_runs_at_its_strongest(tree, tmp_path):
+    typed = validate(configure(tree, tmp_path))
+    data = FolderImages(typed.data, typed.task, 3)
+    policy = next(step for step in data._augment.transforms if hasattr(step, "ops"))
+    image = made_images.picture(0)
+    for operation in policy.ops:
+        operation.prob, operation.magnitude_std = 1, 0
+        for level in (0, 5, 10):
+            operation.magnitude = level
+            assert operation(image).size == image.size
+        if operation.name == "PosterizeIncreasing":
+            assert operation(image).getextrema() == ((0, 0),) * 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -168,17 +168,11 @@ class EncodedFolder:
                 order.seed,
                 (self.config.channels, size, size),
             )
-            keys = partial(self._keys, order)
+            keys = partial(_keys, order, self.config.flip)
             self._ahead = LoadAhead(crops, keys, self.config.workers)
             self._order = order
         pixels, noise, labels = self._ahead(first, count)
         return {"pixels": pixels, "noise": noise, "labels": labels}
-
-    def _keys(self, order: ShuffledOrder, first: int, count: int) -> list[Key]:
-        indices, uniform = order.take(first, count)
-        flips = flipped(uniform, self.config.flip)
-        numbers = range(first, first + count)
-        return list(zip(numbers, indices.tolist(), flips.tolist(), strict=True))
 
     def encode(self, batch: dict[str, Tensor]) -> Tensor:
         """Latents (B, C, size, size) of a batch, on the device where it is."""
@@ -200,6 +194,13 @@ class _Crops(Dataset[tuple[Tensor, Tensor, int]]):
         pixels = read_crop(path, self.size)
         noise = posterior_noise(self.seed, number, self.latent)
         return pixels.flip(-1) if flip else pixels, noise, label
+
+
+def _keys(order: ShuffledOrder, flip: bool, first: int, count: int) -> list[Key]:
+    indices, uniform = order.take(first, count)
+    flips = flipped(uniform, flip)
+    numbers = range(first, first + count)
+    return list(zip(numbers, indices.tolist(), flips.tolist(), strict=True))
 
 
 def flipped(uniform_B1: Tensor, flip: bool) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -121,6 +122,7 @@ class FolderImages:
             re_prob=task.random_erasing,
             re_mode="pixel",
         )
+        allow_zero_bits(self._augment)
         self._resize = create_transform(**common, is_training=False, crop_pct=0.875)
         self._ahead: LoadAhead | None = None
         self._order: ShuffledOrder | None = None
@@ -189,6 +191,24 @@ def open_folder(folder: Path, num_classes: int | None = None) -> ImageFolder:
     return opened
 
 
+def allow_zero_bits(transform: Any) -> None:
+    """Let the posterise operation of timm's policies keep no bit, which gives black.
+
+    timm asks for 0 to 4 bits; Pillow 13 refuses 0, which it took before.
+    """
+    for step in transform.transforms:
+        policies = [getattr(step, "ops", []), *getattr(step, "policy", [])]
+        for operation in (operation for policy in policies for operation in policy):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterise
+
+
+def _posterise(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    if bits >= 8:
+        return image
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
+
+
 @contextmanager
 def _own_random_numbers(seed: int | None, number: int) -> Iterator[None]:
     """Seed every stream that an augmentation may draw from, and give them back as they were."""
@@ -199,7 +219,8 @@ def _own_random_numbers(seed: int | None, number: int) -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(own)
+            # Not torch.manual_seed, which spends milliseconds on the streams of devices.
+            torch.default_generator.manual_seed(own)
             random.seed(own)
             np.random.seed(own % 2**32)
             yield

@@ -94,15 +94,22 @@ class LoadAhead:
         """The items of samples ``first`` to ``first + count - 1``, stacked."""
         if not self._requests.guessed(first, count) or self._loader is None:
             self._loader = None
-            self._loader = load(
-                self._pictures, self._batches(first, count, self._requests.step), self._workers
-            )
+            batches = _endless(self._keys, first, count, self._requests.step)
+            self._loader = load(self._pictures, batches, self._workers)
         return next_batch(self._loader)
 
-    def _batches(self, first: int, count: int, step: int) -> Iterator[list[Key]]:
-        while True:
-            yield self._keys(first, count)
-            first += step
+
+def _endless(
+    keys: Callable[[int, int], list[Key]], first: int, count: int, step: int
+) -> Iterator[list[Key]]:
+    """Keys of equal parts at equal distances.
+
+    Not a method: in a circle of references the loading processes would be let go by the garbage
+    collector, which takes the queues from them first and seconds to end them.
+    """
+    while True:
+        yield keys(first, count)
+        first += step
 
 
 def load(pictures: Dataset[Any], batches: Any, workers: int) -> Iterator[list[Tensor]]:
