@@ -109,8 +109,12 @@ class ImagesConfig(DataConfig):
     std: list[float] = MISSING
     flip: bool = True
     crop_padding: int = 0  # pixels of zero padding for random crops; 0: none (npz)
-    form: str = "npz"  # npz (all in memory) | folder (train/ and val/, a folder a class) | latents
+    # npz (all in memory) | folder (train/ and val/, a folder a class) | latents (cached by
+    # scripts/cache_latents.py) | folder_vae (train/, encoded on the device while it trains)
+    form: str = "npz"
+    vae: str | None = None  # folder or hub name of an AutoencoderKL (folder_vae)
     repeats: int = 1  # times that a pass shows each image it has (repeated augmentation; folder)
+    repeat_spread: int = 1  # parts of a global batch over which the copies are dealt
     workers: int = 8
 
 
@@ -119,8 +123,13 @@ class TextConfig(DataConfig):
     """Token sequences."""
 
     seq_len: int = MISSING  # tokens
-    tokenizer: str | None = None  # folder of a tokenizer; null: a BPE trained on the text
-    validation_share: float = 0.02  # of the documents
+    form: str = "text"  # text (documents, tokenised at the start) | shards (scripts/tokenise.py)
+    # text: folder of a tokenizer; null: a BPE trained on the text. shards: null, they hold theirs
+    tokenizer: str | None = None
+    validation_share: float = 0.02  # of the documents (text)
+    # Mixture (shards): folder under root -> weight. Empty: root itself is the only source
+    sources: dict[str, float] = field(default_factory=dict)
+    validation_tokens: int = 2_000_000  # most held-out tokens that are scored (shards)
 
 
 @dataclass

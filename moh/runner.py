@@ -131,7 +131,25 @@ def locked(folder: Path) -> Iterator[None]:
             raise RunError(
                 f"{folder} is in use by another process; wait for it or stop it"
             ) from None
-        yield
+        _locks.add(handle.fileno())
+        try:
+            yield
+        finally:
+            _locks.discard(handle.fileno())
+
+
+_locks: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a process just forked: a data loader that outlives a killed run must not hold its lock."""
+    for lock in _locks:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, lock)
+        os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:

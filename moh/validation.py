@@ -23,13 +23,19 @@ from moh.errors import nearest
 CHOICES = {
     "protocol": ("paper", "demo", "smoke"),
     "mode": ("train", "eval", "both"),
-    "data.form": ("npz", "folder", "latents"),
     "optim.schedule": ("constant", "cosine"),
     "trainer.precision": ("fp32", "bf16", "fp16"),
     "trainer.parallel": ("ddp", "fsdp"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "eval.features": ("inception", "efficientnet_lite0"),
     "logger.wandb": ("auto", "online", "offline", "disabled"),
+}
+
+# Of the data of each task.
+FORMS = {
+    "classification": ("npz", "folder"),
+    "generation": ("npz", "latents", "folder_vae"),
+    "language": ("text", "shards"),
 }
 
 AT_LEAST_ONE = (
@@ -167,6 +173,9 @@ def _check_parts(config: Config) -> None:
     if not isinstance(data, wanted):
         raise ValueError(f"task {task.name} cannot train on data {data.name}")
     family = {LanguageConfig: "llama", GenerationConfig: "dit"}.get(type(task), "timm")
+    forms = FORMS[task.name]
+    if data.form not in forms:
+        raise ValueError(f"data.form {data.form!r} is not one of {', '.join(forms)}")
     if model.family != family:
         raise ValueError(f"task {task.name} needs a model of family {family}, not {model.family}")
     if isinstance(data, ImagesConfig):

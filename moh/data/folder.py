@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
 from moh.config import ClassificationConfig, ImagesConfig
 from moh.data.order import ShuffledOrder, stable_seed
+from moh.data.reading import Key, LoadAhead, load, next_batch, open_picture
 from moh.errors import RunError
 
 
@@ -25,24 +29,40 @@ class RepeatedOrder(ShuffledOrder):
 
     A pass has as many samples as a plain one, rounded down to a multiple of 256, as the recipe
     that the paper keeps has it; so with three repeats a third of the images is seen in it.
+
+    The recipe deals the copies of an image to different GPUs: they share an update and no device
+    batch, so that mixing never pairs them. Its deal is part of the order here, however many
+    devices there are: of each ``block`` samples the first ``block / spread`` are those that its
+    first GPU sees.
+
+    Args:
+        size: images.
+        repeats: times that an image is shown in a pass that shows it.
+        block: samples of an update.
+        spread: GPUs of the recipe, as far as they divide ``block``; 1 leaves the copies side by
+            side.
     """
 
-    def __init__(self, size: int, seed: int, repeats: int) -> None:
+    def __init__(self, size: int, seed: int, repeats: int, block: int = 1, spread: int = 1) -> None:
         super().__init__(size, seed)
         self.images = size
         self.repeats = repeats
+        self.block, self.spread = block, math.gcd(block, spread)
         self.size = size if size < 256 else size // 256 * 256
 
     def _load(self, epoch: int) -> None:
         if epoch != self._epoch:
-            images, self.size = self.size, self.images
+            samples, self.size = self.size, self.images
             super()._load(epoch)
-            self.size = images
-            self._permutation = self._permutation.repeat_interleave(self.repeats)[: self.size]
-            self._uniform = torch.zeros(self.size, 0)
+            self.size = samples
+            shown = self._permutation.repeat_interleave(self.repeats)[:samples]
+            whole = samples // self.block * self.block
+            dealt = shown[:whole].view(-1, self.block // self.spread, self.spread)
+            self._permutation = torch.cat([dealt.transpose(1, 2).flatten(), shown[whole:]])
+            self._uniform = torch.zeros(samples, 0)
 
 
-class _Decoded(Dataset[tuple[Tensor, int]]):
+class _Augmented(Dataset[tuple[Tensor, int]]):
     """Images by (sample number, index), each augmented with the random numbers of its number."""
 
     def __init__(self, folder: ImageFolder, transform: Any, seed: int | None) -> None:
@@ -51,14 +71,12 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.folder.samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         number, index = key
         path, label = self.folder.samples[index]
+        image = open_picture(path)
         with _own_random_numbers(self.seed, number):
-            try:
-                return self.transform(self.folder.loader(path)), label
-            except (OSError, SyntaxError, ValueError) as error:
-                raise RunError(f"cannot read image {path}: {error}") from None
+            return self.transform(image), label
 
 
 class FolderImages:
@@ -69,14 +87,20 @@ class FolderImages:
         fingerprint: of the file lists; the pictures themselves are not read for it.
     """
 
-    def __init__(self, config: ImagesConfig, task: ClassificationConfig, num_classes: int) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: ImagesConfig,
+        task: ClassificationConfig,
+        num_classes: int,
+        global_batch: int = 1,
+    ) -> None:
+        self.config, self.global_batch = config, global_batch
         if config.root is None:
             raise RunError(
                 f"data.root is not set: {config.name} needs a folder with train/ and val/"
             )
-        self._train = _open(Path(config.root) / "train", num_classes)
-        self._val = _open(Path(config.root) / "val", num_classes)
+        self._train = open_folder(Path(config.root) / "train", num_classes)
+        self._val = open_folder(Path(config.root) / "val", num_classes)
         if self._train.classes != self._val.classes:
             other = sorted(set(self._train.classes) ^ set(self._val.classes))[0]
             raise RunError(f"{config.root}: class {other} is not in both of train/ and val/")
@@ -98,9 +122,10 @@ class FolderImages:
             re_prob=task.random_erasing,
             re_mode="pixel",
         )
+        allow_zero_bits(self._augment)
         self._resize = create_transform(**common, is_training=False, crop_pct=0.875)
-        self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
-        self._next = (-1, -1)
+        self._ahead: LoadAhead | None = None
+        self._order: ShuffledOrder | None = None
 
     @property
     def num_train(self) -> int:
@@ -114,72 +139,74 @@ class FolderImages:
 
     def order(self, seed: int) -> ShuffledOrder:
         """Order of the training images."""
-        return RepeatedOrder(self.num_train, seed, self.config.repeats)
+        spread = self.config.repeat_spread if self.config.repeats > 1 else 1
+        return RepeatedOrder(self.num_train, seed, self.config.repeats, self.global_batch, spread)
 
     def train_batch(self, order: ShuffledOrder, first: int, count: int) -> dict[str, Tensor]:
         """Augmented training samples ``first`` to ``first + count - 1``.
 
-        Batches that follow each other are read ahead by ``data.workers`` processes.
+        The batches after it, as one of several processes asks for them, are read ahead by
+        ``data.workers`` processes.
 
         Returns:
             ``images`` float32 (count, C, size, size), ``labels`` int64 (count,).
         """
-        if self._loader is None or self._next != (first, count):
-            data = _Decoded(self._train, self._augment, order.seed)
-            self._loader = self._load(data, _numbered(order, first, count))
-        images, labels = _next(self._loader)
-        self._next = (first + count, count)
+        if self._ahead is None or self._order is not order:
+            pictures = _Augmented(self._train, self._augment, order.seed)
+            self._ahead = LoadAhead(pictures, partial(_numbered, order), self.config.workers)
+            self._order = order
+        images, labels = self._ahead(first, count)
         return {"images": images, "labels": labels}
 
     def test_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Validation images in order: resized so that the crop is 0.875 of the short side."""
-        data = _Decoded(self._val, self._resize, None)
+        pictures = _Augmented(self._val, self._resize, None)
         numbers = [(i, i) for i in range(self.num_test)]
         batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-        loader = self._load(data, batches)
+        loader = load(pictures, batches, self.config.workers)
         for _ in batches:
-            yield _next(loader)
-
-    def _load(self, data: _Decoded, batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(
-            DataLoader(
-                data,
-                batch_sampler=batches,
-                num_workers=self.config.workers,
-                # Its own, or the start of a pass would draw from the model's random stream.
-                generator=torch.Generator(),
-                pin_memory=torch.cuda.is_available(),
-            )
-        )
+            images, labels = next_batch(loader)
+            yield images, labels
 
 
-def _numbered(order: ShuffledOrder, first: int, count: int) -> Iterator[list[tuple[int, int]]]:
-    while True:
-        indices, _ = order.take(first, count)
-        yield list(zip(range(first, first + count), indices.tolist(), strict=True))
-        first += count
+def _numbered(order: ShuffledOrder, first: int, count: int) -> list[Key]:
+    indices, _ = order.take(first, count)
+    return list(zip(range(first, first + count), indices.tolist(), strict=True))
 
 
-def _next(loader: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    try:
-        return next(loader)
-    except RunError as error:
-        # A loading process hands over its whole traceback; the last line is the message.
-        raise RunError(str(error).strip().splitlines()[-1].rpartition("RunError: ")[2]) from None
-    except RuntimeError as error:
-        raise RunError(f"a data loading process died: {str(error).splitlines()[0]}") from None
+def open_folder(folder: Path, num_classes: int | None = None) -> ImageFolder:
+    """The images of a folder with a folder a class.
 
-
-def _open(folder: Path, num_classes: int) -> ImageFolder:
+    Raises:
+        RunError: no such folder, a class without an image, or not ``num_classes`` of them.
+    """
     try:
         opened = ImageFolder(str(folder))
     except (OSError, FileNotFoundError) as error:
         raise RunError(f"cannot read images in {folder}: {str(error).splitlines()[0]}") from None
-    if len(opened.classes) != num_classes:
+    if num_classes is not None and len(opened.classes) != num_classes:
         raise RunError(
             f"{folder} has {len(opened.classes)} class folders, model.num_classes is {num_classes}"
         )
     return opened
+
+
+def allow_zero_bits(transform: Any) -> None:
+    """Let the posterise operation of timm's policies keep no bit, which gives black.
+
+    timm asks for 0 to 4 bits; Pillow 13 refuses 0, which it took before.
+    """
+    for step in transform.transforms:
+        policies = [getattr(step, "ops", []), *getattr(step, "policy", [])]
+        for operation in (operation for policy in policies for operation in policy):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterise
+
+
+def _posterise(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    if bits >= 8:
+        return image
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 
 @contextmanager
@@ -192,7 +219,8 @@ def _own_random_numbers(seed: int | None, number: int) -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(own)
+            # Not torch.manual_seed, which spends milliseconds on the streams of devices.
+            torch.default_generator.manual_seed(own)
             random.seed(own)
             np.random.seed(own % 2**32)
             yield

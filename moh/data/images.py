@@ -59,8 +59,8 @@ class ImageSet:
         Raises:
             RunError: no such file, or not of the form; one line.
         """
-        if config.form == "latents":
-            raise RunError(f"data {config.name}: this version cannot read cached latents yet")
+        if config.form != "npz":
+            raise RunError(f"data {config.name}: this task cannot train on data.form {config.form}")
         path = Path(config.root) if config.root else EMBEDDED
         try:
             raw = path.read_bytes()

@@ -209,7 +209,7 @@ class TextSet:
         """
         documents = read_documents(config.root)
         train, validation = split_documents(documents, config.validation_share)
-        tokenizer = None if config.tokenizer is None else _load_tokenizer(Path(config.tokenizer))
+        tokenizer = None if config.tokenizer is None else load_tokenizer(Path(config.tokenizer))
         if tokenizer is not None and len(tokenizer) > vocab_size:
             raise ValueError(
                 f"data.tokenizer {config.tokenizer} has {len(tokenizer)} tokens > "
@@ -218,12 +218,12 @@ class TextSet:
         kind = f"bpe {vocab_size}" if tokenizer is None else tokenizer.backend_tokenizer.to_str()
         key = json.dumps([_LAYOUT, train, validation, kind])
         fingerprint = hashlib.sha256(key.encode()).hexdigest()
-        folder = _cache_dir(cache_dir) / f"text-{fingerprint[:16]}"
+        folder = cache_folder(cache_dir) / f"text-{fingerprint[:16]}"
         if not folder.is_dir():
             tokenizer = tokenizer or train_tokenizer(train, vocab_size)
             _write_cache(folder, tokenizer, train, validation)
         return cls(
-            tokenizer=tokenizer or _load_tokenizer(folder / "tokenizer"),
+            tokenizer=tokenizer or load_tokenizer(folder / "tokenizer"),
             train=_open_tokens(folder / "train.npy"),
             validation=_open_tokens(folder / "validation.npy"),
             train_bytes=_num_bytes(train),
@@ -231,18 +231,28 @@ class TextSet:
             fingerprint=fingerprint,
         )
 
+    @property
+    def train_tokens(self) -> int:
+        """Training tokens."""
+        return len(self.train)
+
+    def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
+        """How often each token occurs in the training part: (vocab_size,)."""
+        return np.bincount(self.train, minlength=vocab_size)
+
 
 def _num_bytes(documents: Sequence[str]) -> int:
     return sum(len(text.encode()) for text in documents)
 
 
-def _cache_dir(cache_dir: str | Path | None) -> Path:
+def cache_folder(cache_dir: str | Path | None = None) -> Path:
+    """Where things are kept that can be made again: ``$MOH_CACHE_DIR`` or ``~/.cache/moh``."""
     if cache_dir is not None:
         return Path(cache_dir)
     return Path(os.environ.get("MOH_CACHE_DIR") or Path.home() / ".cache" / "moh")
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not folder.is_dir():

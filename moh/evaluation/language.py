@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -218,6 +219,11 @@ def unigram_bits_per_byte(
     Args:
         num_bytes: UTF-8 bytes of the text behind ``validation``.
     """
-    counts = np.bincount(train, minlength=vocab_size) + 1.0
-    bits = -np.log2(counts / counts.sum())
+    counts = np.bincount(train, minlength=vocab_size)
+    return bits_per_byte_of_counts(counts, validation, num_bytes)
+
+
+def bits_per_byte_of_counts(counts: npt.NDArray[Any], validation: Tokens, num_bytes: int) -> float:
+    """:func:`unigram_bits_per_byte` of counts made before: one a token of the vocabulary."""
+    bits = -np.log2((counts + 1.0) / (counts + 1.0).sum())
     return float(bits[np.asarray(validation[1:], dtype=np.int64)].sum() / num_bytes)

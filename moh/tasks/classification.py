@@ -26,7 +26,9 @@ class Classification(Task):
         self.config = config
         self.data: ImageSet | FolderImages
         if config.data.form == "folder":
-            self.data = FolderImages(config.data, config.task, config.model.num_classes)
+            self.data = FolderImages(
+                config.data, config.task, config.model.num_classes, config.trainer.global_batch
+            )
         else:
             self.data = ImageSet.load(config.data)
         self.mix = _mixing(config)

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moh.config import Config
+from moh.data.encoding import EncodedFolder
 from moh.data.images import ImageSet
+from moh.data.latents import CachedLatents
 from moh.data.order import StepRandom, stable_seed
+from moh.errors import RunError
 from moh.evaluation.features import FeatureExtractor, load_features
 from moh.evaluation.frechet import FeatureStatistics, frechet_distance
 from moh.evaluation.heads import HeadLoad
@@ -31,7 +34,7 @@ class Generation(Task):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.data = ImageSet.load(config.data)
+        self.data = _open(config)
         self.order = self.data.order(config.seed)
         self.diffusion = GaussianDiffusion(config.task.diffusion_steps)
         self.num_classes = config.model.num_classes
@@ -39,8 +42,8 @@ class Generation(Task):
     def fingerprint(self) -> dict[str, Any]:
         return {
             "name": self.config.data.name,
-            "train_images": len(self.data.train),
-            "test_images": len(self.data.test),
+            "train_images": self.data.num_train,
+            "test_images": self.data.num_test,
             "sha256": self.data.fingerprint,
         }
 
@@ -50,6 +53,8 @@ class Generation(Task):
     def loss(
         self, model: nn.Module, batch: dict[str, Tensor], random: StepRandom
     ) -> tuple[Tensor, int]:
+        if isinstance(self.data, EncodedFolder):
+            batch["images"] = self.data.encode(batch)
         images, labels = batch["images"], batch["labels"]
         t_B = random.integers(self.diffusion.num_steps).to(images.device)
         noise = random.normal(*images.shape[1:]).to(images.device)
@@ -73,7 +78,7 @@ class Generation(Task):
         count = self.num_samples
         marks = [f"{count:,} samples"] if count < FULL_SET else []
         protocol = (
-            f"{self.extractor.metric}, {count} samples against {len(self.data.test)} test "
+            f"{self.extractor.metric}, {count} samples against {self.data.num_test} test "
             f"images of {self.config.data.name} at {self.config.data.size} px, "
             f"{evaluation.sampling_steps} DDPM steps, guidance {evaluation.guidance:g}"
         )
@@ -193,7 +198,23 @@ class Generation(Task):
     @cached_property
     def reference(self) -> FeatureStatistics:
         """Features of the test images."""
-        return self._cached(("test",), lambda: self._features(self.data.test))
+        assert isinstance(self.data, ImageSet)
+        test = self.data.test
+        return self._cached(("test",), lambda: self._features(test))
+
+
+def _open(config: Config) -> ImageSet | CachedLatents | EncodedFolder:
+    if config.data.form != "npz" and config.mode != "train":
+        # Told before days of training, not after them.
+        raise RunError(
+            f"data.form {config.data.form}: this version trains on latents and cannot evaluate "
+            "them yet: mode=train"
+        )
+    if config.data.form == "latents":
+        return CachedLatents(config.data, config.model.num_classes)
+    if config.data.form == "folder_vae":
+        return EncodedFolder(config.data, config.model.num_classes)
+    return ImageSet.load(config.data)
 
 
 def _save_statistics(statistics: FeatureStatistics, path: Path) -> None:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moh.config import Config
+from moh.data.mixture import MixtureStream, ShardedText
 from moh.data.order import StepRandom
 from moh.data.text import TextSet, TokenStream
 from moh.evaluation.heads import HeadLoad
-from moh.evaluation.language import bits_per_byte, evaluate_benchmarks, unigram_bits_per_byte
+from moh.evaluation.language import bits_per_byte, bits_per_byte_of_counts, evaluate_benchmarks
 from moh.evaluation.lm_tasks import average, expand
 from moh.tasks.base import Evaluation, Metric, Progress, Task
 
@@ -25,18 +26,27 @@ class Language(Task):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        cache = Path(config.runs_dir) / "cache"
-        self.data = TextSet.load(config.data, config.model.vocab_size, cache)
-        self.stream = TokenStream(self.data.train, config.data.seq_len, config.seed)
+        self.data: TextSet | ShardedText
+        self.stream: TokenStream | MixtureStream
+        if config.data.form == "shards":
+            self.data = ShardedText.load(config.data, config.model.vocab_size)
+            self.stream = self.data.stream(config.data.seq_len, config.seed)
+        else:
+            cache = Path(config.runs_dir) / "cache"
+            self.data = TextSet.load(config.data, config.model.vocab_size, cache)
+            self.stream = TokenStream(self.data.train, config.data.seq_len, config.seed)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {
+        described = {
             "name": self.config.data.name,
-            "train_tokens": len(self.data.train),
+            "train_tokens": self.data.train_tokens,
             "validation_tokens": len(self.data.validation),
             "validation_bytes": self.data.validation_bytes,
             "sha256": self.data.fingerprint,
         }
+        if isinstance(self.stream, MixtureStream):
+            described["sources"] = self.stream.describe(self.config.trainer.samples)
+        return described
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
         return {"ids": self.stream.batch(range(first, first + count))}
@@ -77,8 +87,10 @@ class Language(Task):
             seq_len,
             batch_size=self.config.eval.batch,
         )
-        unigram = unigram_bits_per_byte(
-            data.train, data.validation, data.validation_bytes, self.config.model.vocab_size
+        unigram = bits_per_byte_of_counts(
+            data.token_counts(self.config.model.vocab_size),
+            data.validation,
+            data.validation_bytes,
         )
         of_unigram = "the same text, token frequencies of the training part alone"
         return {
