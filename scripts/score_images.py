@@ -31,7 +31,7 @@ from moh.training.progress import RunProgress
 
 QUOTABLE = 50_000  # images below which a Fréchet distance is marked
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False)
 
 
 def open_set(path: Path) -> ImageSource:
@@ -52,21 +52,24 @@ def describe(images: ImageSource) -> dict[str, object]:
     return {"name": images.label, "images": len(images), "size": f"{width}x{height}"}
 
 
-def show(found: dict[str, Score], sides: dict[str, str], pipeline: str) -> None:
+def show(found: dict[str, Score], sides: dict[str, str]) -> None:
     """Print the scores, what they are of, and how they were made."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("score")
-    table.add_column("", justify="right")
-    table.add_column("", style="dim")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column(style="dim")
     for score in found.values():
-        better = "higher is better" if score.higher_is_better else "lower is better"
         digits = 4 if score.label in ("Precision", "Recall") else 3
-        value = f"[bold]{score.value:.{digits}f}[/]"
-        table.add_row(score.label, value, ", ".join(filter(None, (better, score.detail))))
+        better = "↑" if score.higher_is_better else "↓"
+        table.add_row(score.label, f"{score.value:.{digits}f}", f"{better}  {score.detail}")
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    for name, text in sides.items():
+        facts.add_row(name, text)
     console.print(table)
     console.print()
-    for name, text in {**sides, "pipeline": pipeline}.items():
-        console.print(f"[dim]{name:<10}[/]{text}")
+    console.print(facts)
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -97,8 +100,9 @@ def measure(arguments: argparse.Namespace) -> None:
     sides = {
         "generated": f"{side['name']}: {len(generated):,} images, {side['size']}{few}",
         "reference": reference.label,
+        "features": extractor.pipeline,
     }
-    show(found, sides, extractor.pipeline)
+    show(found, sides)
 
 
 def main() -> int:

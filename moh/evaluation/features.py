@@ -234,7 +234,7 @@ def _download(url: str) -> Path:
     except (URLError, OSError) as error:
         raise FileNotFoundError(
             f"the FID Inception weights are not at {path} and cannot be downloaded from {url} "
-            f"({error}); set eval.features_path to the file, or eval.features to another network"
+            f"({error}); name the file (eval.features_path) or another network (eval.features)"
         ) from None
     return path
 

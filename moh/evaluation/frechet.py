@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,16 +10,27 @@ from torch import Tensor
 from moh.distribution import sum_over_processes
 
 
-class Gaussian(NamedTuple):
-    """Moments of a set of features that someone else took, float64.
+class Gaussian:
+    """Moments of a set of features, float64: what a Fréchet distance knows of it.
 
-    Attributes:
+    Args:
         mean: (D,).
         covariance: unbiased (D, D).
+        root: :attr:`root` where it is known already.
     """
 
-    mean: Tensor
-    covariance: Tensor
+    def __init__(self, mean: Tensor, covariance: Tensor, root: Tensor | None = None) -> None:
+        self.mean, self.covariance = mean, covariance
+        self._root = root
+
+    @cached_property
+    def root(self) -> Tensor:
+        """R (D, rank) with ``R R^T`` the covariance; noise around a zero eigenvalue is zero."""
+        if self._root is not None:
+            return self._root
+        values, vectors = torch.linalg.eigh(self.covariance)
+        noise = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
+        return vectors[:, values > noise] * values[values > noise].sqrt()
 
 
 class FeatureStatistics:
@@ -76,6 +87,10 @@ class FeatureStatistics:
         centred = self.outer - torch.outer(self.total, self.mean)
         return centred / (self.count - 1)
 
+    def gaussian(self) -> Gaussian:
+        """The moments as they are now."""
+        return Gaussian(self.mean, self.covariance)
+
 
 Moments = FeatureStatistics | Gaussian
 
@@ -98,18 +113,13 @@ def frechet_distance(reference: Moments, generated: Moments) -> float:
     Raises:
         ValueError: feature widths that differ, or too few features.
     """
-    if reference.mean.shape != generated.mean.shape:
-        raise ValueError(
-            f"features of width {len(reference.mean)} against width {len(generated.mean)}"
-        )
-    shift = torch.square(reference.mean - generated.mean).sum()
-    covariance1, covariance2 = reference.covariance, generated.covariance
-    cross = torch.linalg.svdvals(_root(covariance1).T @ _root(covariance2)).sum()
-    return float(shift + covariance1.trace() + covariance2.trace() - 2 * cross)
-
-
-def _root(covariance_DD: Tensor) -> Tensor:
-    """R with ``R R^T`` the covariance; rounding noise around a zero eigenvalue counts as zero."""
-    values, vectors = torch.linalg.eigh(covariance_DD)
-    noise = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
-    return vectors * torch.where(values > noise, values, 0.0).sqrt()
+    one, two = (
+        moments.gaussian() if isinstance(moments, FeatureStatistics) else moments
+        for moments in (reference, generated)
+    )
+    if one.mean.shape != two.mean.shape:
+        raise ValueError(f"features of width {len(one.mean)} against width {len(two.mean)}")
+    shift = torch.square(one.mean - two.mean).sum()
+    cross = torch.linalg.svdvals(one.root.T @ two.root).sum()
+    traces = one.covariance.trace() + two.covariance.trace()
+    return max(0.0, float(shift + traces - 2 * cross))

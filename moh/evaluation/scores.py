@@ -50,7 +50,7 @@ def scores(
         precision, recall = precision_recall(
             reference.kept_KD.to(device), generated.kept_KD.to(device), NEIGHBOURS
         )
-        detail = f"k = {NEIGHBOURS}, {counts[0]:,} reference and {counts[1]:,} generated features"
+        detail = f"k = {NEIGHBOURS}, {counts[0]:,} real and {counts[1]:,} generated images"
         found[f"precision{suffix}"] = Score("Precision", precision, True, detail)
         found[f"recall{suffix}"] = Score("Recall", recall, True, detail)
     return found

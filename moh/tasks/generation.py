@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -180,13 +181,16 @@ class Generation(Task):
             # Counted by image, so that an interrupted set has the whole load.
             load = HeadLoad([str(number) for number in numbers])
             load.groups_B = torch.arange(len(numbers))
-            if not self.config.eval.head_load:
-                images, counts = self.drawing.draw(model, numbers, device_of(model), tick), {}
-            else:
-                with load.watch(model):
+            watched = load.watch(model) if self.config.eval.head_load else nullcontext()
+            try:
+                with watched:
                     images = self.drawing.draw(model, numbers, device_of(model), tick)
-                counts = load.counts()
-            samples.write(index, images, counts)
+            except torch.OutOfMemoryError:
+                smaller = max(1, len(numbers) // 2)
+                raise RunError(
+                    f"out of memory with eval.batch={len(numbers)}; try eval.batch={smaller}"
+                ) from None
+            samples.write(index, images, load.counts())
             done += len(numbers)
         distribution.barrier()
 
