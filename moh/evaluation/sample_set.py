@@ -85,23 +85,23 @@ class SampleSet(ImageSource):
         Raises:
             RunError: not enough room on the disk.
         """
-        if distribution.is_main():
-            if _key(self.folder / RECORD) != self.fingerprint():
-                (self.folder / RECORD).unlink(missing_ok=True)
-                self.npz.unlink(missing_ok=True)
-            if _key(self.shards / SETTINGS) != self.fingerprint():
-                shutil.rmtree(self.shards, ignore_errors=True)
-            if not self.exported:
-                self._claim(keep_npz)
-        distribution.barrier()
-        missing = [] if self.exported else [i for i in range(self.num_batches) if not self._has(i)]
-        # Nobody writes a batch before all have seen which are there.
-        distribution.barrier()
+        return distribution.on_main(lambda: self._prepare(keep_npz))
+
+    def _prepare(self, keep_npz: bool) -> list[int]:
+        if _key(self.folder / RECORD) != self.fingerprint():
+            (self.folder / RECORD).unlink(missing_ok=True)
+            self.npz.unlink(missing_ok=True)
+        if _key(self.shards / SETTINGS) != self.fingerprint():
+            shutil.rmtree(self.shards, ignore_errors=True)
+        if self.exported:
+            return []
+        missing = [index for index in range(self.num_batches) if not self._has(index)]
+        self._claim(len(missing) / self.num_batches + keep_npz)
         return missing
 
-    def _claim(self, keep_npz: bool) -> None:
-        left = sum(not self._has(index) for index in range(self.num_batches)) / self.num_batches
-        needed = (left + keep_npz) * len(self) * int(np.prod(self.shape))
+    def _claim(self, sets: float) -> None:
+        """Take the place, if there is room for so many sets."""
+        needed = sets * len(self) * int(np.prod(self.shape))
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise RunError(
