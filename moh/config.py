@@ -212,8 +212,13 @@ class EvalConfig:
     samples: int | None = None  # generated images; null: the protocol's number
     sampling_steps: int = 250
     guidance: float = 1.0
+    labels: str = "balanced"  # balanced (image number modulo classes) | drawn (uniformly)
+    precision: str = "fp32"  # of the model that samples: fp32 | bf16 | fp16
+    vae: str | None = None  # of latents: folder or hub name of diffusers' AutoencoderKL
+    save_samples: bool = False  # keep the generated set as an .npz for the ADM suite
+    reference: str | None = None  # ADM's .npz or a folder of images; null: the data's test images
     features: str = "inception"  # inception | efficientnet_lite0
-    features_path: str | None = None
+    features_path: str | None = None  # file with its weights; null: its package or download
     tasks: list[str] = field(default_factory=list)  # language benchmarks
     shots: dict[str, int] = field(default_factory=dict)
     limit: int | None = None  # items of each benchmark; null: all

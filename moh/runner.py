@@ -70,6 +70,16 @@ NOT_HASHED = (
     "dry_run",
 )
 
+NOT_HASHED_IN = (
+    ("trainer", "log_every"),
+    ("data", "root"),
+    ("eval", "data_root"),
+    ("eval", "features_path"),
+    ("eval", "reference"),
+    ("eval", "vae"),
+    ("eval", "save_samples"),
+)
+
 
 FOLLOW_SECONDS = 600  # that the other machines wait for the first one to prepare a run
 
@@ -80,7 +90,7 @@ def config_hash(config: DictConfig) -> str:
     defaults: Any = OmegaConf.to_container(_schema(config))
     for key in NOT_HASHED:
         plain.pop(key, None)
-    for group, key in (("trainer", "log_every"), ("data", "root"), ("eval", "data_root")):
+    for group, key in NOT_HASHED_IN:
         plain[group].pop(key, None)
     # Defaults are left out, so that a key which a later version adds does not rename every run.
     text = json.dumps(_without(plain, defaults), sort_keys=True)

@@ -28,6 +28,8 @@ CHOICES = {
     "trainer.parallel": ("ddp", "fsdp"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "eval.features": ("inception", "efficientnet_lite0"),
+    "eval.labels": ("balanced", "drawn"),
+    "eval.precision": ("fp32", "bf16", "fp16"),
     "logger.wandb": ("auto", "online", "offline", "disabled"),
 }
 
@@ -83,6 +85,8 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     _check_batches(typed)
     _check_mixing(typed)
     _check_parts(typed)
+    if isinstance(typed.task, GenerationConfig):
+        _check_sampling(typed)
     if paths:
         _check_paths(typed)
     check_plan(typed)
@@ -195,11 +199,23 @@ def _check_parts(config: Config) -> None:
         )
 
 
+def _check_sampling(config: Config) -> None:
+    samples, steps = config.eval.samples, config.eval.sampling_steps
+    if samples is not None and samples < 4:
+        raise ValueError(f"eval.samples {samples} must be at least 4: recall needs 4 images")
+    if not 2 <= steps <= config.task.diffusion_steps:
+        raise ValueError(
+            f"eval.sampling_steps {steps} is not in 2..{config.task.diffusion_steps} "
+            "(task.diffusion_steps)"
+        )
+
+
 def _check_paths(config: Config) -> None:
     named = {
         "data.root": config.data.root,
         "eval.data_root": config.eval.data_root,
         "eval.features_path": config.eval.features_path,
+        "eval.reference": config.eval.reference,
     }
     for key, value in named.items():
         if value is not None and not Path(value).exists():

@@ -62,6 +62,8 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     identity = str(folder.relative_to(config.runs_dir))
     task = build_task(config)
+    if config.mode != "train":
+        task.check_evaluation()
     if config.mode == "eval":
         config.trainer.parallel = "ddp"  # there is nothing to shard
     sharded = config.trainer.parallel == "fsdp"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,72 @@ def test_inception_gives_features_for_fid_sfid_and_inception_score(inception_wei
     assert found.pooled_BD.shape == (2, 2048)
     assert found.spatial_BS.shape == (2, 7 * 17 * 17)
     torch.testing.assert_close(found.probs_BC.sum(1), torch.ones(2))
+
+
+def test_inception_features_are_those_of_torch_fidelity(inception_weights):
+    from torch_fidelity.utils import create_feature_extractor
+
+    theirs = create_feature_extractor(
+        "inception-v3-compat",
+        ["2048", "logits_unbiased"],
+        cuda=False,
+        feature_extractor_weights_path=str(inception_weights),
+        verbose=False,
+    )
+    extractor = load_features("inception", inception_weights)
+    images = torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8)
+    found, branch = extractor(images), []
+    theirs.Mixed_6d.branch1x1.register_forward_hook(lambda *args: branch.append(args[2]))
+    pooled, logits = theirs(images)
+    assert torch.equal(found.pooled_BD, pooled)
+    assert torch.equal(found.probs_BC, logits.softmax(-1))
+    # ADM's statistics count row, column, then channel.
+    spatial = found.spatial_BS.reshape(2, 17, 17, 7)
+    assert torch.equal(spatial.permute(0, 3, 1, 2), branch[0][:, :7])
+
+
+@pytest.mark.slow
+def test_scores_of_two_folders_are_those_of_torch_fidelity(
+    inception_weights, tmp_path, capsys, monkeypatch
+):
+    from PIL import Image
+    from torch_fidelity import calculate_metrics
+
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import score_images
+
+    random = np.random.default_rng(0)
+    for side, count, scale in (("drawn", 40, 200), ("real", 50, 256)):
+        (tmp_path / side).mkdir()
+        for number in range(count):
+            coarse = random.integers(0, scale, (4, 4, 3), dtype=np.uint8)
+            picture = Image.fromarray(coarse).resize((48, 48), Image.Resampling.BICUBIC)
+            picture.save(tmp_path / side / f"{number}.{'png' if number % 2 else 'jpg'}")
+    sides = str(tmp_path / "drawn"), str(tmp_path / "real")
+    weights = ("--features-path", str(inception_weights))
+    monkeypatch.setattr(sys, "argv", ["score_images.py", *sides, *weights, "--json"])
+    assert score_images.main() == 0
+    ours = json.loads(capsys.readouterr().out)["scores"]
+    theirs = calculate_metrics(
+        input1=sides[0],
+        input2=sides[1],
+        fid=True,
+        isc=True,
+        prc=True,
+        cuda=False,
+        cache=False,
+        verbose=False,
+        save_cpu_ram=True,
+        feature_extractor="inception-v3-compat",
+        feature_extractor_weights_path=str(inception_weights),
+        isc_splits=1,
+        samples_shuffle=False,
+    )
+    assert theirs["frechet_inception_distance"] > 0
+    assert ours["fid"] == pytest.approx(theirs["frechet_inception_distance"], rel=1e-3)
+    assert ours["inception_score"] == pytest.approx(theirs["inception_score_mean"], rel=1e-6)
+    assert ours["precision"] == pytest.approx(theirs["precision"], abs=1e-6)
+    assert ours["recall"] == pytest.approx(theirs["recall"], abs=1e-6)
 
 
 def test_feature_weights_that_are_not_to_be_had_cost_one_line(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
@@ -43,13 +43,17 @@ class FeatureExtractor(nn.Module):
     Attributes:
         name: what ``eval.features`` calls it.
         metric: name of the Fréchet distance on its features.
+        pipeline: network and library, in words.
         dim: D, width of the pooled features.
+        spatial_dim: width of the spatial features, 0 where there are none.
         weights_sha256: of the file that the weights came from.
     """
 
     name: str
     metric: str
+    pipeline: str
     dim: int
+    spatial_dim = 0
     weights_sha256: str
 
     @torch.no_grad()
@@ -86,6 +90,7 @@ class EfficientNetLite0(FeatureExtractor):
 
     name = "efficientnet_lite0"
     metric = "FD-EfficientNet-Lite0"
+    pipeline = "EfficientNet-Lite0 (ImageNet-1k) at 128 px"
     dim = 1280
     size = 128  # pixels
     mean: Tensor
@@ -132,7 +137,7 @@ class EfficientNetLite0(FeatureExtractor):
 class Inception(FeatureExtractor):
     """2048 pooled features of the FID Inception network, through torch-fidelity.
 
-    Beside them, for sFID, the 7 x 17 x 17 first channels that ADM's suite takes, and the class
+    Beside them, for sFID, the 17 x 17 x 7 first channels that ADM's suite takes, and the class
     probabilities without the bias, as that suite computes its inception score.
 
     Args:
@@ -147,6 +152,7 @@ class Inception(FeatureExtractor):
     metric = "FID"
     dim = 2048
     spatial_channels = 7
+    spatial_dim = spatial_channels * 17 * 17
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
@@ -167,19 +173,24 @@ class Inception(FeatureExtractor):
             raise ValueError(
                 f"{path} does not hold the FID Inception weights: {str(error).splitlines()[0]}"
             ) from None
+        self.pipeline = (
+            f"Inception of torch-fidelity {version('torch-fidelity')}, "
+            f"weights {self.weights_sha256[:8]}"
+        )
         self._spatial: Tensor | None = None
         # TensorFlow's mixed_6/conv, which ADM's suite names, is this branch.
         self.network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
     def _keep_spatial(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._spatial = output[:, : self.spatial_channels].flatten(1)
+        # Channels last, as TensorFlow flattens them: the order of ADM's reference statistics.
+        self._spatial = output[:, : self.spatial_channels].permute(0, 2, 3, 1).flatten(1)
 
     def extract(self, images_BCHW: Tensor) -> Features:
         pooled, logits = self.network(images_BCHW.expand(-1, 3, -1, -1))
         return Features(pooled, self._spatial, logits.softmax(dim=-1))
 
 
-EXTRACTORS: dict[str, Callable[..., FeatureExtractor]] = {
+EXTRACTORS: dict[str, type[FeatureExtractor]] = {
     extractor.name: extractor for extractor in (Inception, EfficientNetLite0)
 }
 
@@ -223,7 +234,7 @@ def _download(url: str) -> Path:
     except (URLError, OSError) as error:
         raise FileNotFoundError(
             f"the FID Inception weights are not at {path} and cannot be downloaded from {url} "
-            f"({error}); set eval.features_path to the file, or eval.features to another network"
+            f"({error}); name the file (eval.features_path) or another network (eval.features)"
         ) from None
     return path
 

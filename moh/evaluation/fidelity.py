@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
 def precision_recall(
-    reference_ND: Tensor, generated_MD: Tensor, k: int = 3, block: int = 1024
+    reference_ND: Tensor, generated_MD: Tensor, k: int = 3, block: int = 4096
 ) -> tuple[float, float]:
     """Improved precision and recall.
 
     Around every feature lies a ball that reaches to its k-th nearest neighbour in its own set,
     itself excluded. Precision is the share of generated features inside any reference ball,
-    recall the share of reference features inside any generated ball.
+    recall the share of reference features inside any generated ball. Distances are of float64:
+    ADM's suite, whose definition this is, takes float16 where they are finite.
 
     Args:
         reference_ND: features of real images.
         generated_MD: features of generated images.
         k: neighbours.
-        block: rows of a distance matrix held at a time.
+        block: side of the piece of a distance matrix held at a time.
 
     Returns:
         (precision, recall), each in [0, 1].
@@ -29,39 +32,63 @@ def precision_recall(
     """
     # Distances to a common origin near both sets lose fewer digits in the product below.
     origin = reference_ND.double().mean(0)
-    reference, generated = reference_ND.double() - origin, generated_MD.double() - origin
-    reference_radii = _squared_radii(reference, k, block)
-    generated_radii = _squared_radii(generated, k, block)
-    precision = _covered_share(generated, reference, reference_radii, block)
-    recall = _covered_share(reference, generated, generated_radii, block)
-    return precision, recall
+    reference, generated = (
+        _blocks(features.double() - origin, block) for features in (reference_ND, generated_MD)
+    )
+    reference_radii, generated_radii = (_squared_radii(x, k) for x in (reference, generated))
+    inside_any = [torch.zeros_like(radii, dtype=torch.bool) for radii in reference_radii]
+    precise = 0
+    for generated_block, generated_radius in zip(generated, generated_radii, strict=True):
+        inside = torch.zeros_like(generated_radius, dtype=torch.bool)
+        for i, reference_block in enumerate(reference):
+            distances = _squared_distances(generated_block, reference_block)
+            inside |= (distances <= reference_radii[i]).any(1)
+            inside_any[i] |= (distances <= generated_radius[:, None]).any(0)
+        precise += int(inside.sum())
+    recalled = sum(int(inside.sum()) for inside in inside_any)
+    return precise / len(generated_MD), recalled / len(reference_ND)
 
 
-def _squared_distances(x_ND: Tensor, y_MD: Tensor) -> Tensor:
-    """(N, M), never negative."""
-    norms = x_ND.square().sum(1, keepdim=True) + y_MD.square().sum(1)
-    return (norms - 2 * x_ND @ y_MD.T).clamp_min(0)
+class _Block(NamedTuple):
+    """Some rows of a set of features, and their squared lengths."""
+
+    x_BD: Tensor
+    squares_B: Tensor
 
 
-def _squared_radii(x_ND: Tensor, k: int, block: int) -> Tensor:
-    """Squared distance (N,) of each feature to its k-th nearest other."""
-    if len(x_ND) <= k:
+def _blocks(x_ND: Tensor, size: int) -> list[_Block]:
+    return [_Block(x_BD, x_BD.square().sum(1)) for x_BD in x_ND.split(size)]
+
+
+def _squared_distances(rows: _Block, columns: _Block) -> Tensor:
+    """(rows, columns), never negative."""
+    product = rows.x_BD @ columns.x_BD.T
+    # In place: these matrices are what fills the memory.
+    product.mul_(-2).add_(rows.squares_B[:, None]).add_(columns.squares_B)
+    return product.clamp_min_(0)
+
+
+def _squared_radii(blocks: list[_Block], k: int) -> list[Tensor]:
+    """Squared distance of each feature to its k-th nearest other, in the same blocks."""
+    if sum(len(block.x_BD) for block in blocks) <= k:
         raise ValueError(f"the {k}-th nearest neighbour needs more than {k} features")
-    radii = []
-    for start in range(0, len(x_ND), block):
-        rows = x_ND[start : start + block]
-        distances = _squared_distances(rows, x_ND)
-        distances[torch.arange(len(rows)), start + torch.arange(len(rows))] = torch.inf
-        radii.append(distances.kthvalue(k, dim=1).values)
-    return torch.cat(radii)
+    nearest = [block.squares_B.new_full((len(block.x_BD), k), torch.inf) for block in blocks]
+    for i, rows in enumerate(blocks):
+        for j in range(i, len(blocks)):
+            distances = _squared_distances(rows, blocks[j])
+            if i == j:
+                distances.fill_diagonal_(torch.inf)
+            else:
+                nearest[j] = _smallest(nearest[j], distances.T.contiguous())
+            nearest[i] = _smallest(nearest[i], distances)
+    return [distances_Bk[:, -1] for distances_Bk in nearest]
 
 
-def _covered_share(x_ND: Tensor, centres_MD: Tensor, radii_M: Tensor, block: int) -> float:
-    """Share of x inside any of the balls."""
-    covered = 0
-    for rows in torch.split(x_ND, block):
-        covered += int((_squared_distances(rows, centres_MD) <= radii_M).any(1).sum())
-    return covered / len(x_ND)
+def _smallest(found_Bk: Tensor, distances_BM: Tensor) -> Tensor:
+    """The k smallest of each row of both, ascending."""
+    k = found_Bk.shape[1]
+    new = distances_BM.topk(min(k, distances_BM.shape[1]), largest=False).values
+    return torch.cat([found_Bk, new], dim=1).topk(k, largest=False).values
 
 
 def inception_score(probs_NC: Tensor, split_size: int = 5000) -> float:

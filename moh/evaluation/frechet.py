@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
+
+from moh.distribution import sum_over_processes
+
+
+class Gaussian:
+    """Moments of a set of features, float64: what a Fréchet distance knows of it.
+
+    Args:
+        mean: (D,).
+        covariance: unbiased (D, D).
+        root: :attr:`root` where it is known already.
+    """
+
+    def __init__(self, mean: Tensor, covariance: Tensor, root: Tensor | None = None) -> None:
+        self.mean, self.covariance = mean, covariance
+        self._root = root
+
+    @cached_property
+    def root(self) -> Tensor:
+        """R (D, rank) with ``R R^T`` the covariance; noise around a zero eigenvalue is zero."""
+        if self._root is not None:
+            return self._root
+        values, vectors = torch.linalg.eigh(self.covariance)
+        noise = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
+        return vectors[:, values > noise] * values[values > noise].sqrt()
 
 
 class FeatureStatistics:
     """Mean and covariance of features that arrive in batches; float64 sums.
 
-    The three sums add up: over processes by an all-reduce, over sets by ``+=``.
+    The three sums add up: over processes by :meth:`reduce`, over sets by ``+=``.
 
     Args:
         dim: width of a feature vector.
@@ -32,6 +59,10 @@ class FeatureStatistics:
         self.count += len(features)
         self.total += features.sum(0)
         self.outer += features.T @ features
+
+    def reduce(self) -> None:
+        """Add up the sums of all processes, for all of them."""
+        sum_over_processes(self.count, self.total, self.outer)
 
     def __iadd__(self, other: FeatureStatistics) -> FeatureStatistics:
         self.count += other.count
@@ -56,6 +87,13 @@ class FeatureStatistics:
         centred = self.outer - torch.outer(self.total, self.mean)
         return centred / (self.count - 1)
 
+    def gaussian(self) -> Gaussian:
+        """The moments as they are now."""
+        return Gaussian(self.mean, self.covariance)
+
+
+Moments = FeatureStatistics | Gaussian
+
 
 def statistics_of(features_ND: Tensor) -> FeatureStatistics:
     """Statistics of features (N, D) that are all at hand."""
@@ -64,30 +102,24 @@ def statistics_of(features_ND: Tensor) -> FeatureStatistics:
     return statistics
 
 
-def frechet_distance(reference: FeatureStatistics, generated: FeatureStatistics) -> float:
+def frechet_distance(reference: Moments, generated: Moments) -> float:
     """Squared Fréchet distance of the two Gaussians with these moments.
 
-    ``|m1 - m2|^2 + tr(C1) + tr(C2) - 2 tr((C1 C2)^(1/2))``. The last trace is the sum of the
-    roots of the eigenvalues of ``C1^(1/2) C2 C1^(1/2)``, which is symmetric: no matrix square
-    root, no imaginary parts, and covariances without full rank do no harm.
+    ``|m1 - m2|^2 + tr(C1) + tr(C2) - 2 tr((C1 C2)^(1/2))``. With ``C = R R^T`` the last trace is
+    the sum of the singular values of ``R1^T R2``: no matrix square root, no imaginary parts, and
+    covariances without full rank do no harm. (The eigenvalues of the product, whose roots these
+    are, have half as many correct digits.)
 
     Raises:
         ValueError: feature widths that differ, or too few features.
     """
-    if reference.total.shape != generated.total.shape:
-        raise ValueError(
-            f"features of width {len(reference.total)} against width {len(generated.total)}"
-        )
-    shift = torch.square(reference.mean - generated.mean).sum()
-    covariance1, covariance2 = reference.covariance, generated.covariance
-    values, vectors = torch.linalg.eigh(covariance1)
-    root = (vectors * _roots(values)) @ vectors.T
-    product = root @ covariance2 @ root
-    cross = _roots(torch.linalg.eigvalsh((product + product.T) / 2)).sum()
-    return float(shift + covariance1.trace() + covariance2.trace() - 2 * cross)
-
-
-def _roots(values: Tensor) -> Tensor:
-    """Square roots of the eigenvalues of a covariance, rounding noise around zero cut to zero."""
-    noise = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
-    return torch.where(values > noise, values, 0.0).sqrt()
+    one, two = (
+        moments.gaussian() if isinstance(moments, FeatureStatistics) else moments
+        for moments in (reference, generated)
+    )
+    if one.mean.shape != two.mean.shape:
+        raise ValueError(f"features of width {len(one.mean)} against width {len(two.mean)}")
+    shift = torch.square(one.mean - two.mean).sum()
+    cross = torch.linalg.svdvals(one.root.T @ two.root).sum()
+    traces = one.covariance.trace() + two.covariance.trace()
+    return max(0.0, float(shift + traces - 2 * cross))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,35 +30,65 @@ class HeadLoad:
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[HeadLoad]:
         """Record every forward pass of the model's routers inside the block."""
-        handles = []
-        for name, router in routers(model):
-            if router.plan.all_shared:
-                continue
-            self._plan[name] = (router.plan.top_k, router.plan.num_routed)
-            self._selected[name] = torch.zeros(len(self.group_names), router.plan.num_routed)
-            self._tokens[name] = torch.zeros(len(self.group_names))
-            handles.append(router.register_forward_hook(self._hook(name)))
+        self.expect(model)
+        handles = [
+            router.register_forward_hook(self._hook(name))
+            for name, router in routers(model)
+            if name in self._plan
+        ]
         try:
             yield self
         finally:
             for handle in handles:
                 handle.remove()
 
+    def expect(self, model: nn.Module) -> None:
+        """Start at zero for every layer of the model that has routed heads."""
+        for name, router in routers(model):
+            if router.plan.all_shared:
+                continue
+            self._plan[name] = (router.plan.top_k, router.plan.num_routed)
+            # Whole numbers, of which float64 holds any that an evaluation reaches.
+            groups = len(self.group_names)
+            self._selected[name] = torch.zeros(groups, router.plan.num_routed, dtype=torch.float64)
+            self._tokens[name] = torch.zeros(groups, dtype=torch.float64)
+
     def _hook(self, name: str) -> Any:
         def record(router: Router, inputs: tuple[Tensor, ...], routing: Routing) -> None:
-            selected_BNE = routing.selected_BNE.detach().float()
+            selected_BNE = routing.selected_BNE.detach()
             if self.group is not None:
                 groups_B = torch.full((len(selected_BNE),), self.group)
             elif self.groups_B is not None:
                 # Guidance doubles the batch: both halves are of the same classes.
-                groups_B = self.groups_B.repeat(len(selected_BNE) // len(self.groups_B)).cpu()
+                groups_B = self.groups_B.repeat(len(selected_BNE) // len(self.groups_B))
             else:
                 return
-            self._selected[name].index_add_(0, groups_B, selected_BNE.sum(1).cpu())
-            tokens = torch.full((len(groups_B),), float(selected_BNE.shape[1]))
-            self._tokens[name].index_add_(0, groups_B, tokens)
+            self._add(name, selected_BNE.sum(1), selected_BNE.shape[1], groups_B)
 
         return record
+
+    def _add(self, name: str, selected_BE: Tensor, tokens: Tensor | int, groups_B: Tensor) -> None:
+        # The sums stay where the model is: fetching them would halt a GPU at every layer.
+        device = selected_BE.device
+        groups_B = groups_B.to(device)
+        self._selected[name] = self._selected[name].to(device)
+        self._tokens[name] = self._tokens[name].to(device)
+        self._selected[name].index_add_(0, groups_B, selected_BE.double())
+        tokens_B = torch.as_tensor(tokens, dtype=torch.float64, device=device)
+        self._tokens[name].index_add_(0, groups_B, tokens_B.expand(len(groups_B)).contiguous())
+
+    def counts(self) -> dict[str, Tensor]:
+        """Selections ``selected/LAYER`` (groups, E) and ``tokens/LAYER`` (groups,), int64."""
+        found = {}
+        for name in self._plan:
+            found[f"selected/{name}"] = self._selected[name].long().cpu()
+            found[f"tokens/{name}"] = self._tokens[name].long().cpu()
+        return found
+
+    def add(self, counts: Mapping[str, Tensor], groups_B: Tensor) -> None:
+        """Add :meth:`counts` of another one, its groups being ``groups_B`` of this one."""
+        for name in self._plan:
+            self._add(name, counts[f"selected/{name}"], counts[f"tokens/{name}"], groups_B)
 
     def to_json(self) -> dict[str, Any] | None:
         """Loads as lists, None if nothing was routed.

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 ROWS = 8
 GAP = 3  # pixels between pictures
 TILE = 64  # least width of a picture; small ones are enlarged by whole factors
+WIDE = 128  # most; large ones are reduced, and half as many rows shown
 
 
 def save_class_grid(images_BCHW: Tensor, class_names: Sequence[str], path: Path) -> None:
@@ -23,10 +25,11 @@ def save_class_grid(images_BCHW: Tensor, class_names: Sequence[str], path: Path)
         path: of the PNG.
     """
     classes = len(class_names)
-    rows = min(ROWS, len(images_BCHW) // classes)
+    most = ROWS // 2 if images_BCHW.shape[-1] >= WIDE else ROWS
+    rows = min(most, len(images_BCHW) // classes)
+    images_BCHW = _reduced(images_BCHW[: rows * classes])
     factor = max(1, TILE // images_BCHW.shape[-1])
-    tiles = images_BCHW[: rows * classes]
-    tiles = tiles.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+    tiles = images_BCHW.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
     if tiles.shape[1] == 1:
         tiles = tiles.expand(-1, 3, -1, -1)
     height, width = tiles.shape[2:]
@@ -43,3 +46,13 @@ def save_class_grid(images_BCHW: Tensor, class_names: Sequence[str], path: Path)
             middle = left + width // 2
             draw.text((middle, header // 2), class_names[column], "black", font, anchor="mm")
     canvas.save(path, optimize=True)
+
+
+def _reduced(images_BCHW: Tensor) -> Tensor:
+    """No wider than :data:`WIDE`."""
+    height, width = images_BCHW.shape[2:]
+    if width <= WIDE or not len(images_BCHW):
+        return images_BCHW
+    size = (round(height * WIDE / width), WIDE)
+    small = F.interpolate(images_BCHW.float(), size=size, mode="bicubic", antialias=True)
+    return small.round().clamp(0, 255).to(torch.uint8)

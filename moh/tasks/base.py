@@ -84,6 +84,13 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
         """Score a model in evaluation mode; pictures go to ``folder``."""
 
+    def check_evaluation(self) -> None:  # noqa: B027
+        """Find what :meth:`evaluate` would miss, before a run spends weeks on training.
+
+        Raises:
+            RunError: something is missing; one line.
+        """
+
     def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """AdamW groups: no decay for one-dimensional parameters and what the model names."""
         names: Callable[[], set[str]] | None = getattr(model, "no_weight_decay", None)

@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import dataclasses
+import json
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from moh import distribution
+from moh.backbones.convert import head_plan
 from moh.config import Config
 from moh.data.encoding import EncodedFolder
 from moh.data.images import ImageSet
 from moh.data.latents import CachedLatents
-from moh.data.order import StepRandom, stable_seed
+from moh.data.order import ShuffledOrder, StepRandom
 from moh.errors import RunError
-from moh.evaluation.features import FeatureExtractor, load_features
-from moh.evaluation.frechet import FeatureStatistics, frechet_distance
+from moh.evaluation.drawing import FULL_SET, Drawing, UntrainedImages, load_decoder
+from moh.evaluation.extraction import SetFeatures, cached_features, extract
+from moh.evaluation.features import EXTRACTORS, FeatureExtractor, load_features
+from moh.evaluation.frechet import frechet_distance
 from moh.evaluation.heads import HeadLoad
-from moh.evaluation.sampling import class_labels, sample, to_uint8
-from moh.reporting.grid import save_class_grid
+from moh.evaluation.image_sets import TensorImages
+from moh.evaluation.reference import Reference
+from moh.evaluation.sample_set import SampleSet, weights_hash
+from moh.evaluation.scores import scores
+from moh.reporting.grid import ROWS, save_class_grid
 from moh.tasks.base import Evaluation, Metric, Progress, Task, device_of
-from moh.tasks.diffusion import GaussianDiffusion, Model
+from moh.tasks.diffusion import GaussianDiffusion
 
-FULL_SET = 50_000  # images behind a quotable Frechet distance
+SHOWN = 10  # classes in the picture of samples
 
 
 class Generation(Task):
-    """Noise prediction with learned variance; Frechet distance of samples to test images."""
+    """Noise prediction with learned variance; samples scored against a reference."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.data = _open(config)
-        self.order = self.data.order(config.seed)
         self.diffusion = GaussianDiffusion(config.task.diffusion_steps)
         self.num_classes = config.model.num_classes
 
+    @cached_property
+    def data(self) -> ImageSet | CachedLatents | EncodedFolder:
+        """What to train on; images also to compare with where no reference is named."""
+        config, classes = self.config.data, self.num_classes
+        if config.form == "latents":
+            return CachedLatents(config, classes)
+        if config.form == "folder_vae":
+            return EncodedFolder(config, classes)
+        return ImageSet.load(config)
+
+    @cached_property
+    def order(self) -> ShuffledOrder:
+        """Order of the training images."""
+        return self.data.order(self.config.seed)
+
+    @property
+    def _needs_data(self) -> bool:
+        return self.config.mode != "eval" or self.config.eval.reference is None
+
     def fingerprint(self) -> dict[str, Any]:
+        if not self._needs_data:
+            reference = self.reference
+            found = {"name": self.config.data.name, "reference": reference.label}
+            if reference.images is not None:
+                found["sha256"] = reference.images.fingerprint()
+            return found
         return {
             "name": self.config.data.name,
             "train_images": self.data.num_train,
@@ -67,168 +97,179 @@ class Generation(Task):
     def terms(self, samples: int) -> int:
         return samples
 
-    @torch.inference_mode()
-    def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
-        evaluation = self.config.eval
-        load = HeadLoad(self.data.class_names[: self.num_classes])
-        distance, images = self._distance(model, progress, load)
-        names = self.data.class_names[: self.num_classes]
-        save_class_grid(images, names, folder / "samples.png")
-        name = self.extractor.metric.lower().replace("-", "_")
-        count = self.num_samples
-        marks = [f"{count:,} samples"] if count < FULL_SET else []
-        protocol = (
-            f"{self.extractor.metric}, {count} samples against {self.data.num_test} test "
-            f"images of {self.config.data.name} at {self.config.data.size} px, "
-            f"{evaluation.sampling_steps} DDPM steps, guidance {evaluation.guidance:g}"
-        )
-        metrics = {
-            name: Metric(distance, "", count, False, protocol, marks=marks),
-            f"{name}_untrained": self.untrained(progress),
-        }
-        return Evaluation(metrics, load.to_json(), {"samples": folder / "samples.png"})
+    def check_evaluation(self) -> None:
+        """Open decoder, feature network and reference, so that what is missing shows now.
 
-    @property
-    def num_samples(self) -> int:
-        """Images to generate."""
-        return self.config.eval.samples or FULL_SET
-
-    def untrained(self, progress: Progress) -> Metric:
-        """The same distance before training: what a score must be seen against.
-
-        DiT's output layer starts at zero, so an untrained model predicts zero whatever its heads
-        are: one number serves MHA and MoH alike.
+        Raises:
+            RunError: one of them is not to be had.
         """
+        _ = self.drawing, self.extractor, self.reference
 
-        def zero(x: Tensor, t_B: Tensor, labels_B: Tensor) -> Tensor:
-            return torch.cat([torch.zeros_like(x)] * 2, dim=1)
-
-        evaluation = self.config.eval
-        key = (
-            "untrained",
-            self.config.seed,
-            evaluation.sampling_steps,
-            self.num_samples,
-            *self.config.data.std,
-        )
-        statistics = self._cached(key, lambda: self._features(self._generate(zero, progress)))
-        distance = frechet_distance(self.reference, statistics)
-        protocol = "the same protocol before training"
-        return Metric(distance, "", self.num_samples, False, protocol)
-
-    def _distance(
-        self, model: nn.Module, progress: Progress, load: HeadLoad
-    ) -> tuple[float, Tensor]:
-        with load.watch(model):
-            images = self._generate(model, progress, load)
-        return frechet_distance(self.reference, self._features(images, progress)), images
-
-    def _features(self, images: Tensor, progress: Progress | None = None) -> FeatureStatistics:
-        statistics = FeatureStatistics(self.extractor.dim)
-        size = self.config.eval.batch
-        for start in range(0, len(images), size):
-            statistics.update(self.extractor(images[start : start + size]).pooled_BD)
-            if progress is not None:
-                progress("features", min(start + size, len(images)), len(images))
-        return statistics
-
-    def _cached(
-        self, key: tuple[str | int | float, ...], build: Callable[[], FeatureStatistics]
-    ) -> FeatureStatistics:
-        """Feature statistics that no weight of the model enters, kept between runs."""
-        data, extractor = self.config.data, self.extractor
-        what = (*key, self.data.fingerprint, data.size, extractor.weights_sha256)
-        path = (
-            Path(self.config.runs_dir) / "cache" / f"features-{stable_seed(*what):016x}.safetensors"
-        )
-        if path.is_file():
-            return _load_statistics(path)
-        statistics = build()
-        _save_statistics(statistics, path)
-        return statistics
-
-    def _generate(self, model: Model, progress: Progress, load: HeadLoad | None = None) -> Tensor:
-        evaluation, data = self.config.eval, self.config.data
-        diffusion = self.diffusion.respace(evaluation.sampling_steps)
-        labels = class_labels(range(self.num_samples), self.num_classes)
-        device = device_of(model) if isinstance(model, nn.Module) else torch.device("cpu")
-        pieces = []
-        for start in range(0, self.num_samples, evaluation.batch):
-            numbers = range(start, min(start + evaluation.batch, self.num_samples))
-            labels_B = labels[start : numbers.stop].to(device)
-            if load is not None:
-                load.groups_B = labels_B
-            x = sample(
-                model,
-                diffusion,
-                numbers,
-                labels_B,
-                (data.channels, data.size, data.size),
-                guidance=evaluation.guidance,
-                seed=self.config.seed,
-                null_label=self.num_classes,
-                clip=self._bound,
-            )
-            pieces.append(to_uint8(self._to_unit(x)).cpu())
-            progress("sampling", numbers.stop, self.num_samples, *self.config.data.std)
-        return torch.cat(pieces)
-
-    @property
-    def _bound(self) -> float | None:
-        """Largest absolute value of a normalised pixel; latents have none."""
-        if self.config.task.latent:
-            return None
-        ends = [abs((end - m) / s) for end in (0, 1) for m, s in self._scales]
-        return max(ends)
-
-    @property
-    def _scales(self) -> list[tuple[float, float]]:
-        return list(zip(self.config.data.mean, self.config.data.std, strict=True))
-
-    def _to_unit(self, x_BCHW: Tensor) -> Tensor:
-        """Normalised pixels to [-1, 1]."""
-        mean, std = torch.tensor(self._scales, device=x_BCHW.device).T[:, None, :, None, None]
-        return 2 * (x_BCHW * std + mean) - 1
+    @cached_property
+    def drawing(self) -> Drawing:
+        """How samples come about."""
+        return Drawing(self.config, load_decoder(self.config))
 
     @cached_property
     def extractor(self) -> FeatureExtractor:
         """The feature network that the configuration names."""
-        return load_features(self.config.eval.features, self.config.eval.features_path)
+        try:
+            return load_features(self.config.eval.features, self.config.eval.features_path)
+        except (ValueError, FileNotFoundError) as error:
+            raise RunError(str(error)) from None
 
     @cached_property
-    def reference(self) -> FeatureStatistics:
-        """Features of the test images."""
+    def reference(self) -> Reference:
+        """What the configuration compares samples with: the test images by default."""
+        evaluation, data = self.config.eval, self.config.data
+        if evaluation.reference is not None:
+            return Reference.open(Path(evaluation.reference), EXTRACTORS[evaluation.features])
+        if self.config.task.latent:
+            raise RunError(
+                "eval.reference is not set: latents hold no pictures to compare with; name ADM's "
+                "reference .npz (VIRTUAL_imagenet256_labeled.npz) or a folder of images"
+            )
         assert isinstance(self.data, ImageSet)
-        test = self.data.test
-        return self._cached(("test",), lambda: self._features(test))
-
-
-def _open(config: Config) -> ImageSet | CachedLatents | EncodedFolder:
-    if config.data.form != "npz" and config.mode != "train":
-        # Told before days of training, not after them.
-        raise RunError(
-            f"data.form {config.data.form}: this version trains on latents and cannot evaluate "
-            "them yet: mode=train"
+        test, label = self.data.test, f"{len(self.data.test)} test images of {data.name}"
+        fingerprint = f"{self.data.fingerprint} test {data.size}"
+        return Reference.of(
+            TensorImages(test, data.name, fingerprint), f"{label} at {data.size} px"
         )
-    if config.data.form == "latents":
-        return CachedLatents(config.data, config.model.num_classes)
-    if config.data.form == "folder_vae":
-        return EncodedFolder(config.data, config.model.num_classes)
-    return ImageSet.load(config.data)
 
+    @torch.inference_mode()
+    def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
+        evaluation, device = self.config.eval, device_of(model)
+        self.extractor.to(device)
+        if self.drawing.decoder is not None:
+            self.drawing.decoder.to(device)
+        samples = self._samples(model, folder)
+        self._draw(model, samples, progress)
+        size, cache = evaluation.batch, Path(self.config.runs_dir) / "cache"
+        generated = extract(samples, self.extractor, size, progress, with_probs=True)
+        reference = self.reference.features(self.extractor, size, cache, progress)
+        untrained = self._untrained(progress, cache)
+        if not distribution.is_main():
+            return Evaluation({})
+        metrics = self._metrics(reference, generated, len(samples))
+        if untrained is not None:
+            name = next(iter(metrics))
+            distance = frechet_distance(reference.pooled, untrained.pooled)
+            protocol = "the same protocol before training"
+            metrics[f"{name}_untrained"] = Metric(distance, "", len(samples), False, protocol)
+        self._save_picture(samples, folder / "samples.png")
+        head_load = self._head_load(model, samples)
+        if evaluation.save_samples:
+            samples.export({"head_load": head_load})
+        else:
+            samples.discard_shards()
+        return Evaluation(metrics, head_load, {"samples": folder / "samples.png"})
 
-def _save_statistics(statistics: FeatureStatistics, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file(
-        {"count": statistics.count, "total": statistics.total, "outer": statistics.outer}, aside
-    )
-    os.replace(aside, path)
+    def _samples(self, model: nn.Module, folder: Path) -> SampleSet:
+        plan, decoder = head_plan(model), self.drawing.decoder
+        modules = [model] if decoder is None else [model, decoder]
+        settings = {
+            **self.drawing.settings(),
+            "model": dataclasses.asdict(self.config.model),
+            "heads": dataclasses.asdict(self.config.heads),
+            "head_plan": plan.to_dict() if plan else None,
+            "weights": weights_hash(modules),
+        }
+        drawing = self.drawing
+        batch = self.config.eval.batch
+        return SampleSet(folder, settings, drawing.num_images, batch, drawing.shape)
 
+    def _draw(self, model: nn.Module, samples: SampleSet, progress: Progress) -> None:
+        """This process's share of the batches that the set lacks."""
+        own = distribution.share_of(samples.prepare(self.config.eval.save_samples))
+        total, done = sum(len(samples.numbers(index)) for index in own), 0
+        for index in own:
+            numbers = samples.numbers(index)
 
-def _load_statistics(path: Path) -> FeatureStatistics:
-    stored = load_file(path)
-    statistics = FeatureStatistics(len(stored["total"]))
-    statistics.count, statistics.total = stored["count"], stored["total"]
-    statistics.outer = stored["outer"]
-    return statistics
+            def tick(share: float, done: int = done, count: int = len(numbers)) -> None:
+                progress("sampling", done + int(share * count), total)
+
+            # Counted by image, so that an interrupted set has the whole load.
+            load = HeadLoad([str(number) for number in numbers])
+            load.groups_B = torch.arange(len(numbers))
+            watched = load.watch(model) if self.config.eval.head_load else nullcontext()
+            try:
+                with watched:
+                    images = self.drawing.draw(model, numbers, device_of(model), tick)
+            except torch.OutOfMemoryError:
+                smaller = max(1, len(numbers) // 2)
+                raise RunError(
+                    f"out of memory with eval.batch={len(numbers)}; try eval.batch={smaller}"
+                ) from None
+            samples.write(index, images, load.counts())
+            done += len(numbers)
+        distribution.barrier()
+
+    def _untrained(self, progress: Progress, cache: Path) -> SetFeatures | None:
+        """Features of what the network draws before training: what a score must be seen against.
+
+        In pixels only: decoding a set of noise says little and costs as much as one of samples.
+        """
+        if self.drawing.decoder is not None:
+            return None
+        settings = {**self.drawing.settings(), "images": self.drawing.num_images}
+        source = UntrainedImages(self.drawing, f"untrained {json.dumps(settings)}")
+        size = self.config.eval.batch
+        return cached_features(source, self.extractor, size, cache, progress, "untrained")
+
+    def _metrics(
+        self, reference: SetFeatures, generated: SetFeatures, count: int
+    ) -> dict[str, Metric]:
+        evaluation = self.config.eval
+        marks = [f"{count:,} samples"] if count < FULL_SET else []
+        if evaluation.precision != "fp32":
+            marks.append(evaluation.precision)
+        if evaluation.reference is not None and self.reference.pooled is None:
+            marks.append(f"against {self.reference.label}")
+        against = (
+            f"{count} samples against {self.reference.label}, {self.drawing.protocol()}, "
+            f"features {self.extractor.pipeline}"
+        )
+        return {
+            name: Metric(
+                score.value,
+                "",
+                count,
+                score.higher_is_better,
+                ", ".join(filter(None, (score.label, against, score.detail))),
+                marks=list(marks),
+            )
+            for name, score in scores(self.extractor, reference, generated).items()
+        }
+
+    @property
+    def class_names(self) -> list[str]:
+        """One a class; numbers where no data are at hand that know them."""
+        if self._needs_data and not self.config.task.latent:
+            return list(self.data.class_names[: self.num_classes])
+        return [f"class {number}" for number in range(self.num_classes)]
+
+    def _head_load(self, model: nn.Module, samples: SampleSet) -> dict[str, Any] | None:
+        if not self.config.eval.head_load:
+            return None
+        if samples.exported:
+            return samples.record()["head_load"]
+        load = HeadLoad(self.class_names)
+        load.expect(model)
+        for index in range(samples.num_batches):
+            load.add(samples.counts(index), self.drawing.labels(samples.numbers(index)))
+        return load.to_json()
+
+    def _save_picture(self, samples: SampleSet, path: Path) -> None:
+        """The first samples of some classes, evenly spaced among those that the set has."""
+        labels = self.drawing.labels(range(len(samples)))
+        counts = labels.bincount(minlength=self.num_classes)
+        present = counts.nonzero().flatten().tolist()
+        shown = min(SHOWN, len(present))
+        classes = [present[i * len(present) // shown] for i in range(shown)]
+        rows = min(ROWS, int(counts[classes].min()))
+        columns = [(labels == c).nonzero().flatten()[:rows].tolist() for c in classes]
+        numbers = [column[row] for row in range(rows) for column in columns]
+        # In ascending order, in which a stream is read once.
+        images = {number: samples.read(number, number + 1) for number in sorted(numbers)}
+        names = [self.class_names[c] for c in classes]
+        save_class_grid(torch.cat([images[number] for number in numbers]), names, path)
