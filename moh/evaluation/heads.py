@@ -17,12 +17,15 @@ class HeadLoad:
 
     Use as ``with load.watch(model): ...`` and set ``load.groups_B`` to the group of each sample
     of the batch before its forward pass, or ``load.group`` for one group whatever the batch.
+    ``load.mask_BN`` says which tokens of the next batches count, those of batches of another
+    shape none; None for all.
     """
 
     def __init__(self, group_names: Sequence[str]) -> None:
         self.group_names = list(group_names)
         self.groups_B: Tensor | None = None
         self.group: int | None = None
+        self.mask_BN: Tensor | None = None
         self._selected: dict[str, Tensor] = {}
         self._tokens: dict[str, Tensor] = {}
         self._plan: dict[str, tuple[int, int]] = {}
@@ -35,8 +38,10 @@ class HeadLoad:
             if router.plan.all_shared:
                 continue
             self._plan[name] = (router.plan.top_k, router.plan.num_routed)
-            self._selected[name] = torch.zeros(len(self.group_names), router.plan.num_routed)
-            self._tokens[name] = torch.zeros(len(self.group_names))
+            # float64: float32 stops counting at 16.7 million tokens.
+            shape = len(self.group_names), router.plan.num_routed
+            self._selected[name] = torch.zeros(shape, dtype=torch.float64)
+            self._tokens[name] = torch.zeros(shape[0], dtype=torch.float64)
             handles.append(router.register_forward_hook(self._hook(name)))
         try:
             yield self
@@ -47,6 +52,12 @@ class HeadLoad:
     def _hook(self, name: str) -> Any:
         def record(router: Router, inputs: tuple[Tensor, ...], routing: Routing) -> None:
             selected_BNE = routing.selected_BNE.detach().float()
+            tokens_BN = torch.ones(selected_BNE.shape[:2], device=selected_BNE.device)
+            if self.mask_BN is not None:
+                if self.mask_BN.shape != tokens_BN.shape:
+                    return
+                tokens_BN = self.mask_BN.to(tokens_BN)
+                selected_BNE = selected_BNE * tokens_BN[..., None]
             if self.group is not None:
                 groups_B = torch.full((len(selected_BNE),), self.group)
             elif self.groups_B is not None:
@@ -54,9 +65,8 @@ class HeadLoad:
                 groups_B = self.groups_B.repeat(len(selected_BNE) // len(self.groups_B)).cpu()
             else:
                 return
-            self._selected[name].index_add_(0, groups_B, selected_BNE.sum(1).cpu())
-            tokens = torch.full((len(groups_B),), float(selected_BNE.shape[1]))
-            self._tokens[name].index_add_(0, groups_B, tokens)
+            self._selected[name].index_add_(0, groups_B, selected_BNE.sum(1).double().cpu())
+            self._tokens[name].index_add_(0, groups_B, tokens_BN.sum(1).double().cpu())
 
         return record
 
