@@ -115,12 +115,12 @@ def benchmark_table(
 ) -> Group:
     """Benchmark, shots, metric, score with its standard error and items; then the averages.
 
-    What restricts a number is said below, one line for each that is marked with a star.
+    What restricts a number is said below it, for those that are marked with a star.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("benchmark", "shots", "metric", "score", "items"):
         table.add_column(header, justify="left" if header in ("benchmark", "metric") else "right")
-    notes = []
+    notes: dict[str, list[str]] = {}
     for number, (name, result) in enumerate(results.items(), 1):
         metric = _as_metric(name, result["metric"], result, evaluation)
         table.add_row(
@@ -131,16 +131,19 @@ def benchmark_table(
             f"{result['n']:,}",
             end_section=number == len(results),
         )
-        notes += [f"* {name}: {mark}" for mark in metric.marks]
+        for mark in metric.marks:
+            notes.setdefault(mark, []).append(name)
     for name, metric in averages.items():
         chosen, _, variant = name.partition("/")
         members = metric.protocol.removeprefix("mean of ").split(", ")
         about = f"with {variant}" if variant else f"of {len(members)}"
         label = "" if variant else chosen.replace("_", " ")
         table.add_row(label, "", about, _score(metric), f"{metric.n:,}")
-        if not variant:
-            notes += [f"* {label}: {mark}" for mark in metric.marks if mark.startswith("without")]
-    return Group(table, *(Text(note, style="yellow") for note in notes))
+        for mark in metric.marks:
+            if mark.startswith("without") and not variant:
+                notes.setdefault(mark, []).append(label)
+    lines = [f"* {', '.join(names)}: {mark}" for mark, names in notes.items()]
+    return Group(table, *(Text(line, style="yellow") for line in lines))
 
 
 def _short(metric: str) -> str:
