@@ -249,8 +249,11 @@ def test_requests_that_the_model_is_too_short_for_are_counted(model, tokenizer, 
     rows = questions(10, 3)
     rows[1]["goal"] = "Count. " * 500
     write_dataset(data_root, "baber/piqa", "default", train=questions(0, 4), validation=rows)
-    result = evaluate_benchmarks(model, tokenizer, ["piqa"], data_root=data_root)["piqa"]
-    assert result["cut_requests"] == 2
+    long = {**sums(10, 1)[0], "question": "Count. " * 500}
+    write_dataset(data_root, "openai/gsm8k", "main", train=sums(0, 3), test=[long, *sums(20, 2)])
+    results = evaluate_benchmarks(model, tokenizer, ["piqa", "gsm8k"], data_root=data_root)
+    # Both choices of the one question, and the other's prompt.
+    assert [results[name]["cut_requests"] for name in ("piqa", "gsm8k")] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def evaluate_benchmarks(
         Benchmark -> ``metrics`` (all that lm-eval reports, as fractions), ``stderr``,
         ``higher_is_better``, ``metric`` and ``value`` (the score), ``n`` items, ``shots``,
         ``version`` of the task, ``evaluated_demonstrations`` (few-shot rows that are also
-        evaluated: anything but 0 is a leak), ``cut_requests`` (prompts with an answer that lost
-        their beginning to the model's length), ``lm_eval``, ``batch_size``, ``limit``.
+        evaluated: anything but 0 is a leak), ``cut_requests`` (prompts that lost their beginning
+        to the model's length), ``lm_eval``, ``batch_size``, ``limit``.
 
     Raises:
         ValueError: an unknown benchmark or metric, data that are missing or incomplete, more
@@ -93,7 +93,8 @@ def evaluate_benchmarks(
             built = [build_task(manager, task, shots.get(name, 0), local) for task in of.values()]
             loaded[name] = manager.load(built)
             known = metric_names(loaded[name]) if len(of) == 1 else [*of, "mean"]
-            score_metric(known, score.get(name), name)
+            if known:  # a task in Python tells them only when it has run
+                score_metric(known, score.get(name), name)
         leaks = {
             name: {task: prepare(one) for task, one in of["tasks"].items()}
             for name, of in loaded.items()

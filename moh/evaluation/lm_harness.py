@@ -130,7 +130,7 @@ def metric_names(loaded: Any) -> list[str]:
     """Names of the metrics that loaded tasks of one benchmark will report."""
     task = next(iter(loaded["tasks"].values()))
     filters = [entry["name"] for entry in task.config.filter_list or [{"name": "none"}]]
-    names = [entry["metric"] for entry in task.config.metric_list]
+    names = [entry["metric"] for entry in task.config.metric_list or ()]
     return [
         str(metric) if name == "none" else f"{metric},{name}"
         for name in filters
@@ -185,7 +185,7 @@ def run(
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    cut: set[tuple[str, str]] = set()
+    cut: set[Any] = set()
 
     class Model(HFLM):
         """lm-eval's transformers model; truncation and padding can be seen to only from here."""
@@ -196,6 +196,11 @@ def run(
                 if len(context) + len(continuation) > self.max_length + 1:
                     cut.add(texts)
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+        def tok_batch_encode(self, strings: Any, *args: Any, **kwargs: Any) -> Any:
+            if limit := kwargs.get("left_truncate_len"):
+                cut.update(text for text in strings if len(self.tok_encode(text)) > limit)
+            return super().tok_batch_encode(strings, *args, **kwargs)
 
         def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
             if load is not None:
@@ -210,12 +215,14 @@ def run(
             lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=_BOOTSTRAP, log_samples=keep_items
         )
     return raw, {
-        name: sum(
-            request.request_type == "loglikelihood" and request.args in cut
-            for request in task.instances
-        )
+        name: sum(_prompt(request) in cut for request in task.instances)
         for name, task in loaded["tasks"].items()
     }
+
+
+def _prompt(request: Any) -> Any:
+    """Prompt and answer of a request, or the prompt alone where the model writes the answer."""
+    return request.args if request.request_type == "loglikelihood" else request.args[0]
 
 
 def _bars(report: Report | None) -> AbstractContextManager[object]:
