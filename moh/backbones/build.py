@@ -85,15 +85,21 @@ def router_options(heads: HeadsConfig) -> RouterOptions:
     )
 
 
-def build_model(model: ModelConfig, heads: HeadsConfig, seed: int = 0) -> nn.Module:
+def build_model(
+    model: ModelConfig, heads: HeadsConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """Build a model with the heads that the configuration asks for.
 
     The baseline draws from the global random stream at ``seed``; the routers from their own.
     So MHA and MoH of one seed start from the same weights. Under ``torch.device("meta")``
     nothing is drawn and nothing allocated.
 
+    Args:
+        dtype: of weights that are loaded (``model.pretrained`` of a LLaMA); the others are float32.
+
     Raises:
         ValueError: an unknown model or argument, or a plan that does not fit.
+        RunError: weights that cannot be loaded.
     """
     torch.manual_seed(seed)
     if isinstance(model, TimmConfig):
@@ -101,11 +107,14 @@ def build_model(model: ModelConfig, heads: HeadsConfig, seed: int = 0) -> nn.Mod
     elif isinstance(model, DiTConfig):
         built = _build_dit(model, heads)
     elif isinstance(model, LlamaConfig):
-        built = _build_llama(model)
+        built = _build_llama(model, dtype)
     else:
         raise ValueError(f"model.family {model.family!r} is not one of timm, dit, llama")
+    if is_mha(heads):  # of any architecture, with or without attention
+        return built
     plan = make_plan(heads, head_shapes(built))
-    return built if plan is None else convert(built, plan, router_options(heads), seed=seed)
+    assert plan is not None
+    return convert(built, plan, router_options(heads), seed=seed)
 
 
 def _build_timm(model: TimmConfig) -> nn.Module:
@@ -157,14 +166,16 @@ def _build_dit(model: DiTConfig, heads: HeadsConfig) -> nn.Module:
     )
 
 
-def _build_llama(model: LlamaConfig) -> nn.Module:
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+def _build_llama(model: LlamaConfig, dtype: torch.dtype) -> nn.Module:
     from transformers import LlamaConfig as TransformersConfig
+    from transformers import LlamaForCausalLM
 
     import moh.backbones.llama  # noqa: F401 registers MoH-LLaMA with the Auto classes
 
     if model.pretrained is not None:
-        return AutoModelForCausalLM.from_pretrained(model.pretrained)
+        from moh.backbones.llama_folder import load_llama
+
+        return load_llama(model.pretrained, dtype)
     config = TransformersConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,

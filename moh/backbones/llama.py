@@ -3,14 +3,17 @@
 A MoH LLaMA is made in either of two ways, and both end in the same classes:
 ``moh.convert(llama, plan)`` on a built model, or ``MoHLlamaForCausalLM(config)`` with a
 ``head_plan`` in its config. Importing this module makes ``AutoConfig``, ``AutoModel`` and
-``AutoModelForCausalLM`` know them.
+``AutoModelForCausalLM`` know them; elsewhere ``trust_remote_code=True`` does.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +84,14 @@ class MoHLlamaAttention(LlamaAttention):
         return self.o_proj(y_BNHK.flatten(-2)), weights
 
 
+_CODE = Path(__file__).with_name("modeling_moh_llama.py")
+_AUTO_CLASSES = {
+    "AutoConfig": "MoHLlamaConfig",
+    "AutoModel": "MoHLlamaModel",
+    "AutoModelForCausalLM": "MoHLlamaForCausalLM",
+}
+
+
 class MoHLlamaConfig(LlamaConfig):
     """A LLaMA config with heads.
 
@@ -93,6 +104,22 @@ class MoHLlamaConfig(LlamaConfig):
 
     head_plan: list[dict[str, int]] | None = None
     router: dict[str, Any] | None = None
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        """As transformers', with a file by which ``trust_remote_code=True`` finds these classes.
+
+        So the folder loads in a process that has not imported this module, such as lm-eval's.
+        """
+        os.makedirs(save_directory, exist_ok=True)
+        shutil.copyfile(_CODE, Path(save_directory) / _CODE.name)
+        self.auto_map = {auto: f"{_CODE.stem}.{name}" for auto, name in _AUTO_CLASSES.items()}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to note, so that no other file is saved than that of :meth:`save_pretrained`."""
 
 
 class _MoHLlama(LlamaPreTrainedModel):
@@ -221,6 +248,8 @@ def _after_revert(model: LlamaPreTrainedModel) -> None:
     config = copy.deepcopy(model.config)
     config.__class__ = LlamaConfig
     del config.head_plan, config.router
+    if hasattr(config, "auto_map"):
+        del config.auto_map
     _set_classes(model, _MHA_OF, config)
     if config.architectures:
         config.architectures = [type(model).__name__]

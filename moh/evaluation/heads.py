@@ -17,12 +17,15 @@ class HeadLoad:
 
     Use as ``with load.watch(model): ...`` and set ``load.groups_B`` to the group of each sample
     of the batch before its forward pass, or ``load.group`` for one group whatever the batch.
+    ``load.mask_BN`` says which tokens of the next batches count, those of batches of another
+    shape none; None for all.
     """
 
     def __init__(self, group_names: Sequence[str]) -> None:
         self.group_names = list(group_names)
         self.groups_B: Tensor | None = None
         self.group: int | None = None
+        self.mask_BN: Tensor | None = None
         self._selected: dict[str, Tensor] = {}
         self._tokens: dict[str, Tensor] = {}
         self._plan: dict[str, tuple[int, int]] = {}
@@ -56,6 +59,13 @@ class HeadLoad:
     def _hook(self, name: str) -> Any:
         def record(router: Router, inputs: tuple[Tensor, ...], routing: Routing) -> None:
             selected_BNE = routing.selected_BNE.detach()
+            tokens_B: Tensor | int = selected_BNE.shape[1]
+            if self.mask_BN is not None:
+                if self.mask_BN.shape != selected_BNE.shape[:2]:
+                    return
+                mask_BN = self.mask_BN.to(selected_BNE.device)
+                selected_BNE = selected_BNE & mask_BN[..., None]
+                tokens_B = mask_BN.sum(1)
             if self.group is not None:
                 groups_B = torch.full((len(selected_BNE),), self.group)
             elif self.groups_B is not None:
@@ -63,7 +73,7 @@ class HeadLoad:
                 groups_B = self.groups_B.repeat(len(selected_BNE) // len(self.groups_B))
             else:
                 return
-            self._add(name, selected_BNE.sum(1), selected_BNE.shape[1], groups_B)
+            self._add(name, selected_BNE.sum(1), tokens_B, groups_B)
 
         return record
 

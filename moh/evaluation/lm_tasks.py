@@ -1,8 +1,9 @@
-"""The paper's language benchmarks: lm-eval's name for each, and the sets that it averages."""
+"""Language benchmarks: lm-eval's name for each, its score, and averages of scores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moh.errors import nearest
@@ -32,40 +33,15 @@ FOLDERS = {
 # One benchmark of ours -> the lm-eval tasks whose scores it averages.
 COMPOSITES = {"truthfulqa": {"mc1": "truthfulqa_mc1", "mc2": "truthfulqa_mc2"}}
 
-_FOURTEEN = (
-    "mmlu",
-    "cmmlu",
-    "nq_open",
-    "gsm8k",
-    "truthfulqa",
-    "hellaswag",
-    "logiqa",
-    "boolq",
-    "lambada_openai",
-    "sciq",
-    "piqa",
-    "winogrande",
-    "arc_challenge",
-)
-GROUPS = {
-    # Table 3, models from scratch.
-    "moh_six": ("sciq", "piqa", "winogrande", "openbookqa", "logiqa", "truthfulqa"),
-    # Table 4, continue-tuned against the untouched LLaMA3.
-    "moh_fourteen": (*_FOURTEEN, "ceval-valid"),
-    # Table G, continue-tuned against the model at the end of stage 1.
-    "moh_fourteen_stage1": (*_FOURTEEN, "arc_easy"),
-}
-
-# Which of a task's metrics is its score. The paper does not say; its numbers of HellaSwag, ARC-C
-# and PIQA look like the length-normalised accuracy, and only some tasks have one. All metrics are
-# recorded.
+# The score of a benchmark for which a configuration names none (``eval.score``): the first of these
+# that its task reports. All that it reports is recorded in any case.
 _SCORES = ("acc_norm", "acc", "exact_match")
 
 
-def expand(names: Iterable[str]) -> list[str]:
-    """Benchmark names with the groups of :data:`GROUPS` replaced by their members, once each."""
-    members = [member for name in names for member in GROUPS.get(name, (name,))]
-    return list(dict.fromkeys(members))
+def folder_of(task: str) -> str | None:
+    """Folder in lm-eval that defines a benchmark or one of its subjects (``mmlu_anatomy``)."""
+    parents = [name for name in FOLDERS if task == name or task.startswith(f"{name}_")]
+    return FOLDERS[max(parents, key=len)] if parents else None
 
 
 def check_names(names: Iterable[str], known: Sequence[str]) -> None:
@@ -76,30 +52,85 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     """
     for name in names:
         if name not in known:
-            close = nearest(name, [*GROUPS, *COMPOSITES, *known])
+            close = nearest(name, [*COMPOSITES, *known])
             raise ValueError(f"{name!r} is not a benchmark of lm-eval{close}")
 
 
-def score_metric(metrics: Mapping[str, float]) -> str:
-    """The metric that stands for a task in an average."""
-    for wanted in _SCORES:
+def score_metric(metrics: Sequence[str], wanted: str | None = None, benchmark: str = "") -> str:
+    """The metric that stands for a benchmark in an average.
+
+    Args:
+        metrics: names of all that its task reports (``acc``, ``exact_match,strict-match``).
+        wanted: one of them by name, the part before the comma where that is enough; None for
+            the first of ``acc_norm``, ``acc``, ``exact_match``.
+        benchmark: for the message.
+
+    Raises:
+        ValueError: there is no such metric.
+    """
+    if wanted is not None:
         for metric in metrics:
-            if metric.split(",")[0] == wanted:
+            if wanted in (metric, metric.split(",")[0]):
                 return metric
-    return next(iter(metrics))
+        raise ValueError(
+            f"eval.score.{benchmark} {wanted!r} is not a metric of {benchmark}; it has "
+            f"{'; '.join(metrics)}"
+        )
+    for known in _SCORES:
+        for metric in metrics:
+            if metric.split(",")[0] == known:
+                return metric
+    return metrics[0]
 
 
-def average(results: Mapping[str, Mapping[str, Any]], without: Sequence[str] = ()) -> float:
-    """Mean of the benchmarks' scores, each with the same weight, as the paper's last columns.
+@dataclass(frozen=True)
+class Average:
+    """Mean of benchmarks' scores, each with the same weight, as the paper's last columns.
+
+    Attributes:
+        value: a fraction.
+        stderr: over items, the benchmarks independent; None if one of them has none.
+        members: benchmark -> metric that entered.
+        absent: benchmarks that should have entered and were not evaluated.
+    """
+
+    value: float
+    stderr: float | None
+    n: int
+    members: dict[str, str]
+    absent: tuple[str, ...] = ()
+
+
+def average(
+    results: Mapping[str, Mapping[str, Any]],
+    of: Sequence[str] = (),
+    prefer: str | None = None,
+) -> Average:
+    """Average benchmark results.
 
     Args:
         results: of :func:`moh.evaluation.language.evaluate_benchmarks`.
-        without: benchmarks left out, for the comparisons that one benchmark decides.
+        of: the benchmarks that enter; empty for all.
+        prefer: a metric that enters instead of the score wherever a benchmark has it.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: none of them was evaluated.
     """
-    values = [result["value"] for name, result in results.items() if name not in without]
-    if not values:
+    names = [name for name in of or results if name in results]
+    if not names:
         raise ValueError("no benchmark to average")
-    return sum(values) / len(values)
+    members = {name: str(results[name]["metric"]) for name in names}
+    if prefer is not None:
+        members |= {name: prefer for name in names if prefer in results[name]["metrics"]}
+    values = [results[name]["metrics"][metric] for name, metric in members.items()]
+    errors = [results[name]["stderr"].get(metric) for name, metric in members.items()]
+    stderr = None
+    if all(error is not None for error in errors):
+        stderr = sum(error**2 for error in errors) ** 0.5 / len(errors)
+    return Average(
+        sum(values) / len(values),
+        stderr,
+        sum(results[name]["n"] for name in names),
+        members,
+        tuple(name for name in of if name not in results),
+    )

@@ -45,11 +45,15 @@ class Evaluation:
         metrics: name -> score.
         head_load: JSON data of :class:`moh.evaluation.heads.HeadLoad`, None for MHA.
         images: name -> picture file in the run folder.
+        benchmarks: what :func:`moh.evaluation.benchmarks.evaluate_benchmarks` gives.
+        table: shown when the run ends, a rich renderable.
     """
 
     metrics: dict[str, Metric]
     head_load: dict[str, Any] | None = None
     images: dict[str, Path] = field(default_factory=dict)
+    benchmarks: dict[str, dict[str, Any]] | None = None
+    table: Any = None
 
 
 class Task(ABC):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +15,74 @@ from moh.config import Config
 from moh.data.mixture import MixtureStream, ShardedText
 from moh.data.order import StepRandom
 from moh.data.text import TextSet, TokenStream
+from moh.errors import RunError
+from moh.evaluation.benchmarks import evaluate_benchmarks
 from moh.evaluation.heads import HeadLoad
-from moh.evaluation.language import bits_per_byte, bits_per_byte_of_counts, evaluate_benchmarks
-from moh.evaluation.lm_tasks import average, expand
+from moh.evaluation.language import bits_per_byte, bits_per_byte_of_counts
+from moh.evaluation.lm_harness import check_data
+from moh.evaluation.lm_metrics import average_metrics, benchmark_metrics, benchmark_table
 from moh.tasks.base import Evaluation, Metric, Progress, Task
+from moh.training.loop import DTYPES
+
+EMBEDDED = "state-of-the-union"  # the text set that needs no data.root
 
 
 class Language(Task):
-    """Cross entropy of the next token; bits per byte of held-out text and benchmarks."""
+    """Cross entropy of the next token; bits per byte of held-out text and benchmarks.
+
+    An evaluation needs no text: without one there are the benchmarks alone.
+    """
 
     evaluates_together = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.data: TextSet | ShardedText
-        self.stream: TokenStream | MixtureStream
+        evaluation = config.eval
+        if evaluation.tasks and config.mode != "train":
+            try:
+                check_data(evaluation.tasks, evaluation.data_root)
+            except ValueError as error:
+                raise RunError(str(error)) from None
+        self.data: TextSet | ShardedText | None = None
+        self.tokenizer: Any
+        self.stream: TokenStream | MixtureStream | None = None
+        if config.mode != "eval" or config.data.root is not None or config.data.name == EMBEDDED:
+            self._open()
+        else:
+            self.tokenizer = self._own_tokenizer()
+
+    def _open(self) -> None:
+        """The text, and unless it is for an evaluation alone the order of its training part."""
+        config, training = self.config, self.config.mode != "eval"
         if config.data.form == "shards":
-            self.data = ShardedText.load(config.data, config.model.vocab_size)
-            self.stream = self.data.stream(config.data.seq_len, config.seed)
+            shards = ShardedText.load(config.data, config.model.vocab_size)
+            self.data = shards
+            self.stream = shards.stream(config.data.seq_len, config.seed) if training else None
         else:
             cache = Path(config.runs_dir) / "cache"
-            self.data = TextSet.load(config.data, config.model.vocab_size, cache)
-            self.stream = TokenStream(self.data.train, config.data.seq_len, config.seed)
+            text = TextSet.load(config.data, config.model.vocab_size, cache)
+            self.data = text
+            if training:
+                self.stream = TokenStream(text.train, config.data.seq_len, config.seed)
+        self.tokenizer = self.data.tokenizer
+
+    def _own_tokenizer(self) -> Any:
+        from moh.backbones.llama_folder import load_tokenizer
+
+        folder = self.config.data.tokenizer or self.config.model.pretrained
+        if folder is None:
+            raise RunError(
+                "data.tokenizer has no value: without a text (data.root) an evaluation needs the "
+                "folder of the model's tokenizer (data.tokenizer=FOLDER)"
+            )
+        return load_tokenizer(Path(folder), self.config.model.vocab_size)
 
     def fingerprint(self) -> dict[str, Any]:
+        if self.data is None:
+            return {
+                "name": self.config.data.name,
+                "benchmarks": self.config.eval.data_root or "hub",
+            }
         described = {
             "name": self.config.data.name,
             "train_tokens": self.data.train_tokens,
@@ -49,6 +95,7 @@ class Language(Task):
         return described
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
+        assert self.stream is not None, "an evaluation has no training samples"
         return {"ids": self.stream.batch(range(first, first + count))}
 
     def loss(
@@ -65,16 +112,48 @@ class Language(Task):
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
-        load = HeadLoad(["validation text"])
-        load.group = 0
-        progress("validation", 0, 1)
-        with load.watch(model):
-            metrics = self._bits_per_byte(model)
-        metrics.update(self._benchmarks(model, progress))
-        return Evaluation(metrics, load.to_json())
+        evaluation = self.config.eval
+        model = self._in_precision(model)
+        load = HeadLoad(["validation text", *evaluation.tasks])
+        metrics: dict[str, Metric] = {}
+        with load.watch(model) if evaluation.head_load else nullcontext():
+            if self.data is not None:
+                progress("validation", 0, 1)
+                load.group = 0
+                metrics |= self._bits_per_byte(model, self.data)
+            results = evaluate_benchmarks(
+                model,
+                self.tokenizer,
+                evaluation.tasks,
+                evaluation.shots,
+                evaluation.limit,
+                evaluation.batch,
+                evaluation.data_root,
+                evaluation.score,
+                progress,
+                load,
+            )
+        averages = average_metrics(results, evaluation)
+        metrics |= averages | benchmark_metrics(results, evaluation)
+        table = benchmark_table(results, averages, evaluation) if results else None
+        return Evaluation(metrics, load.to_json(), benchmarks=results or None, table=table)
 
-    def _bits_per_byte(self, model: nn.Module) -> dict[str, Metric]:
-        data, seq_len = self.data, self.config.data.seq_len
+    def _in_precision(self, model: nn.Module) -> nn.Module:
+        """The model with weights of ``eval.precision``, as lm-eval's ``dtype=`` loads them.
+
+        Buffers stay as they are: rotary's frequencies would lose what long texts need of them.
+        """
+        dtype = DTYPES[self.config.eval.precision]
+        if all(parameter.dtype == dtype for parameter in model.parameters()):
+            return model
+        if self.config.mode != "eval":  # training may go on with the weights as they are
+            model = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model
+
+    def _bits_per_byte(self, model: nn.Module, data: TextSet | ShardedText) -> dict[str, Metric]:
+        seq_len = self.config.data.seq_len
         n = len(data.validation) - 1
         protocol = (
             f"{self.config.data.name}, {data.validation_bytes:,} held-out bytes, "
@@ -97,61 +176,3 @@ class Language(Task):
             "bits_per_byte": Metric(bits, "bits/byte", n, False, protocol),
             "bits_per_byte_unigram": Metric(unigram, "bits/byte", n, False, of_unigram),
         }
-
-    def _benchmarks(self, model: nn.Module, progress: Progress) -> dict[str, Metric]:
-        evaluation = self.config.eval
-        names = expand(evaluation.tasks)
-        results: dict[str, dict[str, Any]] = {}
-        for done, name in enumerate(names):
-            progress(f"{name}", done, len(names))
-            shots = {name: evaluation.shots[name]} if name in evaluation.shots else {}
-            results |= evaluate_benchmarks(
-                model,
-                self.data.tokenizer,
-                [name],
-                shots,
-                evaluation.limit,
-                evaluation.batch,
-                evaluation.data_root,
-            )
-        metrics = {
-            f"{name}/{key}": _as_metric(name, key, result)
-            for name, result in results.items()
-            for key in result["metrics"]
-        }
-        if results:
-            n = sum(result["n"] for result in results.values())
-            protocol = f"mean of {', '.join(results)}"
-            mean = 100 * average(results)
-            metrics["average"] = Metric(
-                mean, "%", n, True, protocol, marks=_marks(evaluation.limit)
-            )
-        return metrics
-
-
-def _as_metric(name: str, key: str, result: dict[str, Any]) -> Metric:
-    stderr = result["stderr"].get(key)
-    protocol = (
-        f"{name} {key}, {result['shots']}-shot, task version {result['version']}, "
-        f"lm-eval {result['lm_eval']}, batch {result['batch_size']}"
-    )
-    share = key.split(",")[0].startswith(("acc", "exact_match", "mc", "mean"))
-    scale, unit = (100, "%") if share else (1, "")
-    return Metric(
-        scale * result["metrics"][key],
-        unit,
-        result["n"],
-        bool(result["higher_is_better"].get(key.split(",")[0], True)),
-        protocol,
-        stderr=None if stderr is None else scale * stderr,
-        marks=_marks(result["limit"], result["evaluated_demonstrations"], result["cut_requests"]),
-    )
-
-
-def _marks(limit: int | None, leaked: int = 0, cut: int = 0) -> list[str]:
-    marks = [] if limit is None else [f"limit {limit} items"]
-    if leaked:
-        marks.append(f"{leaked} demonstrations are evaluated rows")
-    if cut:
-        marks.append(f"{cut} prompts cut to the model's length")
-    return marks

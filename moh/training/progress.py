@@ -6,7 +6,7 @@ import os
 import time
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     Progress,
@@ -87,7 +87,7 @@ class RunProgress:
             self._last = time.monotonic()
             console.print(f"{self.label}  {phase} {done}/{total}  {note}".rstrip(), soft_wrap=True)
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def say(self, text: RenderableType) -> None:
+        """A line, or a table, that stays."""
         if self.enabled:
-            console.print(text, soft_wrap=True)
+            console.print(text, soft_wrap=isinstance(text, str))

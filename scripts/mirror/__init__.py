@@ -1,0 +1,1 @@
+"""Copies of language benchmarks in the form that lm-eval's tasks read."""
