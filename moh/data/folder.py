@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets import ImageFolder
+from torch.utils.data import Dataset
 
 from moh.config import ClassificationConfig, ImagesConfig
 from moh.data.order import ShuffledOrder, stable_seed
+from moh.data.readers import FolderReader
+from moh.data.validation_images import ValidationImages, common_transform, load, next_batch
 from moh.errors import RunError
 
 
@@ -42,55 +43,35 @@ class RepeatedOrder(ShuffledOrder):
             self._uniform = torch.zeros(self.size, 0)
 
 
-class _Decoded(Dataset[tuple[Tensor, int]]):
+class _Augmented(Dataset[tuple[Tensor, int]]):
     """Images by (sample number, index), each augmented with the random numbers of its number."""
 
-    def __init__(self, folder: ImageFolder, transform: Any, seed: int | None) -> None:
-        self.folder, self.transform, self.seed = folder, transform, seed
+    def __init__(self, images: FolderReader, transform: Any, seed: int) -> None:
+        self.images, self.transform, self.seed = images, transform, seed
 
     def __len__(self) -> int:
-        return len(self.folder.samples)
+        return len(self.images)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         number, index = key
-        path, label = self.folder.samples[index]
         with _own_random_numbers(self.seed, number):
-            try:
-                return self.transform(self.folder.loader(path)), label
-            except (OSError, SyntaxError, ValueError) as error:
-                raise RunError(f"cannot read image {path}: {error}") from None
+            return self.transform(self.images.image(index)), self.images.labels[index]
 
 
-class FolderImages:
+class FolderImages(ValidationImages):
     """Training and validation images under ``root/train`` and ``root/val``.
 
     Attributes:
         class_names: folder names, in order.
-        fingerprint: of the file lists; the pictures themselves are not read for it.
     """
 
     def __init__(self, config: ImagesConfig, task: ClassificationConfig, num_classes: int) -> None:
-        self.config = config
-        if config.root is None:
-            raise RunError(
-                f"data.root is not set: {config.name} needs a folder with train/ and val/"
-            )
-        self._train = _open(Path(config.root) / "train", num_classes)
-        self._val = _open(Path(config.root) / "val", num_classes)
-        if self._train.classes != self._val.classes:
-            other = sorted(set(self._train.classes) ^ set(self._val.classes))[0]
-            raise RunError(f"{config.root}: class {other} is not in both of train/ and val/")
-        self.class_names = tuple(self._train.classes)
-        names = [Path(path).name for f in (self._train, self._val) for path, _ in f.samples]
-        self.fingerprint = f"{stable_seed(*names):016x}"
-        common = {
-            "input_size": (config.channels, config.size, config.size),
-            "interpolation": "bicubic",
-            "mean": tuple(config.mean),
-            "std": tuple(config.std),
-        }
+        super().__init__(config, num_classes)
+        self._train = FolderReader(Path(config.root or "") / "train")
+        if lone := sorted(set(self._train.class_names) ^ set(self.class_names)):
+            raise RunError(f"{config.root}: class {lone[0]} is not in both of train/ and val/")
         self._augment = create_transform(
-            **common,
+            **common_transform(config),
             is_training=True,
             auto_augment=task.auto_augment,
             color_jitter=0.4,
@@ -98,19 +79,18 @@ class FolderImages:
             re_prob=task.random_erasing,
             re_mode="pixel",
         )
-        self._resize = create_transform(**common, is_training=False, crop_pct=0.875)
         self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
         self._next = (-1, -1)
 
     @property
-    def num_train(self) -> int:
-        """Training images."""
-        return len(self._train.samples)
+    def fingerprint(self) -> str:
+        """Of the lists of images, in order."""
+        return self._digest(self._train, self.images)
 
     @property
-    def num_test(self) -> int:
-        """Validation images."""
-        return len(self._val.samples)
+    def num_train(self) -> int:
+        """Training images."""
+        return len(self._train)
 
     def order(self, seed: int) -> ShuffledOrder:
         """Order of the training images."""
@@ -125,32 +105,11 @@ class FolderImages:
             ``images`` float32 (count, C, size, size), ``labels`` int64 (count,).
         """
         if self._loader is None or self._next != (first, count):
-            data = _Decoded(self._train, self._augment, order.seed)
-            self._loader = self._load(data, _numbered(order, first, count))
-        images, labels = _next(self._loader)
+            data = _Augmented(self._train, self._augment, order.seed)
+            self._loader = load(data, _numbered(order, first, count), self.config.workers)
+        images, labels = next_batch(self._loader)
         self._next = (first + count, count)
         return {"images": images, "labels": labels}
-
-    def test_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Validation images in order: resized so that the crop is 0.875 of the short side."""
-        data = _Decoded(self._val, self._resize, None)
-        numbers = [(i, i) for i in range(self.num_test)]
-        batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-        loader = self._load(data, batches)
-        for _ in batches:
-            yield _next(loader)
-
-    def _load(self, data: _Decoded, batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(
-            DataLoader(
-                data,
-                batch_sampler=batches,
-                num_workers=self.config.workers,
-                # Its own, or the start of a pass would draw from the model's random stream.
-                generator=torch.Generator(),
-                pin_memory=torch.cuda.is_available(),
-            )
-        )
 
 
 def _numbered(order: ShuffledOrder, first: int, count: int) -> Iterator[list[tuple[int, int]]]:
@@ -160,34 +119,9 @@ def _numbered(order: ShuffledOrder, first: int, count: int) -> Iterator[list[tup
         first += count
 
 
-def _next(loader: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    try:
-        return next(loader)
-    except RunError as error:
-        # A loading process hands over its whole traceback; the last line is the message.
-        raise RunError(str(error).strip().splitlines()[-1].rpartition("RunError: ")[2]) from None
-    except RuntimeError as error:
-        raise RunError(f"a data loading process died: {str(error).splitlines()[0]}") from None
-
-
-def _open(folder: Path, num_classes: int) -> ImageFolder:
-    try:
-        opened = ImageFolder(str(folder))
-    except (OSError, FileNotFoundError) as error:
-        raise RunError(f"cannot read images in {folder}: {str(error).splitlines()[0]}") from None
-    if len(opened.classes) != num_classes:
-        raise RunError(
-            f"{folder} has {len(opened.classes)} class folders, model.num_classes is {num_classes}"
-        )
-    return opened
-
-
 @contextmanager
-def _own_random_numbers(seed: int | None, number: int) -> Iterator[None]:
+def _own_random_numbers(seed: int, number: int) -> Iterator[None]:
     """Seed every stream that an augmentation may draw from, and give them back as they were."""
-    if seed is None:
-        yield
-        return
     own = stable_seed(seed, "augment", number)
     states = random.getstate(), np.random.get_state()
     try:

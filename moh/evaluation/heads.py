@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moh.distribution import sum_over_processes
 from moh.heads import Router, Routing, routers
 
 
@@ -59,6 +60,10 @@ class HeadLoad:
             self._tokens[name].index_add_(0, groups_B, tokens)
 
         return record
+
+    def sum_over_processes(self) -> None:
+        """Add up what the processes of this run have counted; all of them call it."""
+        sum_over_processes(*self._selected.values(), *self._tokens.values())
 
     def to_json(self) -> dict[str, Any] | None:
         """Loads as lists, None if nothing was routed.
