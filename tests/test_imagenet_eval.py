@@ -19,6 +19,7 @@ from moh import distribution
 from moh.backbones.build import build_model
 from moh.backbones.published.vit import to_published
 from moh.cli import compose_config
+from moh.config import ImagesConfig
 from moh.data import imagenet
 from moh.data.readers import READERS, Images
 from moh.data.validation_images import ValidationImages
@@ -128,6 +129,20 @@ def configure(root: Path, folder: Path, *more: str):
     )
 
 
+def images(root: Path, form: str = "folder", workers: int = 0) -> ValidationImages:
+    """The validation images at a place, for a model of three classes at 32 pixels."""
+    config = ImagesConfig(
+        name="imagenet-1k",
+        root=str(root),
+        size=32,
+        mean=[0.485, 0.456, 0.406],
+        std=[0.229, 0.224, 0.225],
+        form=form,
+        workers=workers,
+    )
+    return ValidationImages(config, 3)
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
     """A file of the authors' form for the small model."""
@@ -196,7 +211,6 @@ def test_given_weights_never_stand_for_a_training(lies, published, tmp_path):
 
 
 def test_an_experiment_for_published_weights_records_under_its_own_name(lies, published, tmp_path):
-    base = configure(lies.folder, tmp_path)
     named = compose_config(
         [
             "experiment=vit/published_moh_b_75",
@@ -211,20 +225,18 @@ def test_an_experiment_for_published_weights_records_under_its_own_name(lies, pu
     )
     run(named)
     assert record_of(named)[0]["name"] == "vit/published_moh_b_75"
-    assert base.heads == named.heads
 
 
 @pytest.mark.parametrize("form", ["tar", "webdataset", "datasets", "saved"])
-def test_every_form_holds_the_same_images(form, lies, tmp_path):
+def test_every_form_holds_the_same_images(form, lies):
     def read(form: str, root: Path) -> dict[bytes, int]:
-        config = validate(configure(root, tmp_path, f"data.form={form}")).data
-        data = ValidationImages(config, 3)
+        data = images(root, form)
         assert data.class_names[:3] in (CLASSES, ("0", "1", "2"))
         assert data.num_test == 15
         pairs = [
             (image.numpy().tobytes(), int(label))
-            for images, labels in data.test_batches(4)
-            for image, label in zip(images, labels, strict=True)
+            for batch, labels in data.test_batches(4)
+            for image, label in zip(batch, labels, strict=True)
         ]
         return dict(pairs)
 
@@ -251,13 +263,13 @@ def test_two_processes_count_each_image_once_and_score_alike(lies, published, tm
     assert scores[1][0]["top1"]["n"] == 15
 
 
-def test_batches_are_the_same_and_shared_out_whole(lies, tmp_path, monkeypatch):
-    data = ValidationImages(validate(configure(lies.folder, tmp_path)).data, 3)
+def test_batches_are_the_same_and_shared_out_whole(lies, monkeypatch):
+    data = images(lies.folder)
 
     def batches(rank: int, size: int) -> list[bytes]:
         monkeypatch.setattr(distribution, "rank", lambda: rank)
         monkeypatch.setattr(distribution, "world_size", lambda: size)
-        return [images.numpy().tobytes() for images, _ in data.test_batches(4)]
+        return [batch.numpy().tobytes() for batch, _ in data.test_batches(4)]
 
     alone = sorted(batches(0, 1))
     for processes in (2, 3, 5):
@@ -363,13 +375,12 @@ def broken(root: Path, how: str) -> Path:
         ("corrupt", r"cannot read image .*n01443537/ILSVRC2012_val_12\.JPEG: "),
     ],
 )
-def test_a_broken_tree_is_one_line(how, message, lies, published, tmp_path):
+def test_a_broken_tree_is_one_line(how, message, lies, tmp_path):
     shutil.copytree(lies.folder, tmp_path / "tree")
     root = broken(tmp_path / "tree", how)
     with pytest.raises(RunError, match=message) as caught:
-        run(configure(root, tmp_path, f"checkpoint={published}", "data.workers=1"))
+        list(images(root, workers=int(how == "corrupt")).test_batches(4))
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "results" / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -384,7 +395,7 @@ def test_a_broken_tree_is_one_line(how, message, lies, published, tmp_path):
         ("datasets", "nothing", "holds no .parquet file"),
     ],
 )
-def test_broken_archives_are_one_line(form, damage, message, lies, published, tmp_path):
+def test_broken_archives_are_one_line(form, damage, message, lies, tmp_path):
     root = tmp_path / "data"
     root.mkdir()
     name = {"datasets": "validation-0.parquet"}.get(form, "val-0.tar")
@@ -405,7 +416,7 @@ def test_broken_archives_are_one_line(form, damage, message, lies, published, tm
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     with pytest.raises(RunError, match=message) as caught:
-        run(configure(root, tmp_path, f"checkpoint={published}", f"data.form={form}"))
+        list(images(root, form).test_batches(4))
     assert "\n" not in str(caught.value)
 
 

@@ -86,10 +86,8 @@ def _difference(theirs: HeadPlan | None, ours: HeadPlan | None) -> str:
     if theirs is None or ours is None or len(theirs) != len(ours):
         return f"{theirs or 'plain MHA'}; the model: {ours or 'plain MHA'}"
     at = next(i for i, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
-    a, b = (
-        f"{p.num_shared} shared, top {p.top_k} of {p.num_routed}" for p in (theirs[at], ours[at])
-    )
-    return f"layer {at} {a}; the model: {b}"
+    a, b = (f"{p.num_shared} shared, top {p.top_k}" for p in (theirs[at], ours[at]))
+    return f"layer {at} has {a}; the model: {b}"
 
 
 def _shapes(model: nn.Module) -> list[tuple[int, int]]:
