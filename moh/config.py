@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+
+PRETRAINED = "pretrained"  # checkpoint=pretrained: the weights that model.pretrained names
 
 
 @dataclass
@@ -52,8 +54,8 @@ class TimmConfig(ModelConfig):
     img_size: int = 224  # pixels
     in_chans: int = 3
     num_classes: int = 1000
-    drop_path_rate: float = 0.0
-    pretrained: bool = False
+    drop_path_rate: float | None = 0.0  # null: the model's own
+    pretrained: bool = False  # weights from timm's hub
     args: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's class
 
 
@@ -123,12 +125,18 @@ class ImagesConfig(DataConfig):
     flip: bool = True
     crop_padding: int = 0  # pixels of zero padding for random crops; 0: none (npz)
     # npz (all in memory) | folder (train/ and val/, a folder a class) | latents (cached by
-    # scripts/cache_latents.py) | folder_vae (train/, encoded on the device while it trains)
+    # scripts/cache_latents.py) | folder_vae (train/, encoded on the device while it trains); for
+    # mode=eval also tar (folders in archives) | webdataset (shards of .jpg and .cls) | datasets
+    # (parquet, Arrow)
     form: str = "npz"
     vae: str | None = None  # folder or hub name of an AutoencoderKL (folder_vae)
     repeats: int = 1  # times that a pass shows each image it has (repeated augmentation; folder)
     repeat_spread: int = 1  # parts of a global batch over which the copies are dealt
     workers: int = 8
+    # How evaluation images become square; not for npz, which is resized as a whole.
+    crop_pct: float = 0.875  # size over the side they are resized to
+    crop_mode: str = "center"  # timm's: center | squash | border
+    interpolation: str = "bicubic"
 
 
 @dataclass
@@ -221,6 +229,7 @@ class EvalConfig:
     """What is measured, and how much of it."""
 
     batch: int = 64
+    precision: str = "fp32"  # fp32 | bf16 | fp16: autocast
     ema: bool = True  # evaluate the averaged weights where there are any
     samples: int | None = None  # generated images; null: the protocol's number
     sampling_steps: int = 250
@@ -272,7 +281,9 @@ class Config:
     protocol: str = "paper"  # paper | demo | smoke
     mode: str = "both"  # train | eval | both
     dry_run: bool = False  # print sizes and cost, train nothing
+    # For mode=eval: a file, a folder, or "pretrained"; null: the run's own newest checkpoint.
     checkpoint: str | None = None
+    evaluates: str | None = None  # where the weights come from that an experiment is there to score
     seed: int = 0
     runs_dir: str = "runs"
     results_dir: str = "results"
@@ -287,8 +298,18 @@ class Config:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
 
+def _of_timm(model: str, key: str) -> Any:
+    from moh.backbones.preparation import preparation
+
+    return preparation(model)[key]
+
+
 def register() -> None:
-    """Make the schema known to Hydra; conf files name it in their defaults list."""
+    """Make the schema known to Hydra; conf files name it in their defaults list.
+
+    ``${of_timm:MODEL,KEY}`` in them is how a timm model's own weights want their images.
+    """
+    OmegaConf.register_new_resolver("of_timm", _of_timm, replace=True)
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
     for group, name, node in (

@@ -57,11 +57,14 @@ GROUPS: dict[str, type] = {
     "launcher": LauncherConfig,
 }
 
+EVALUATED = "evaluated"  # status of a run that scored given weights: never a training of ours
+
 # Settings that move no number: they may change between the starts of one run.
 NOT_HASHED = (
     "name",
     "mode",
     "checkpoint",
+    "evaluates",
     "seed",
     "runs_dir",
     "results_dir",
@@ -123,8 +126,28 @@ def _schema(config: DictConfig) -> DictConfig:
 
 
 def run_id(config: DictConfig) -> str:
-    """Folder name of a run: a function of configuration and seed, never of the clock."""
-    return f"{config.name}/seed{config.seed}-{config_hash(config)[:8]}"
+    """Folder name of a run: a function of configuration and seed, never of the clock.
+
+    Scoring given weights is a run of its own, named by their content too, so that it can never
+    stand for a training.
+    """
+    identity = f"{record_name(config)}/seed{config.seed}-{config_hash(config)[:8]}"
+    if not scores_given_weights(config):
+        return identity
+    from moh.weights import identity as by_content
+
+    return f"{identity}-{by_content(config.checkpoint)[:10]}"
+
+
+def scores_given_weights(config: Config | DictConfig) -> bool:
+    """True where weights are scored that this run does not train."""
+    return bool(config.mode == "eval" and config.checkpoint is not None)
+
+
+def record_name(config: Config | DictConfig) -> str:
+    """Name of a run's record: the experiment's, with ``-eval`` where given weights stand in."""
+    aside = scores_given_weights(config) and config.evaluates is None
+    return f"{config.name}-eval" if aside else str(config.name)
 
 
 @contextmanager

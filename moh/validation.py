@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moh.config import (
+    PRETRAINED,
     ClassificationConfig,
     Config,
     GenerationConfig,
@@ -18,12 +19,14 @@ from moh.config import (
     LanguageConfig,
     LlamaConfig,
     TextConfig,
+    TimmConfig,
 )
 from moh.errors import nearest
 
 CHOICES = {
     "protocol": ("paper", "demo", "smoke"),
     "mode": ("train", "eval", "both"),
+    "data.crop_mode": ("center", "squash", "border"),
     "optim.schedule": ("constant", "cosine"),
     "trainer.precision": ("fp32", "bf16", "fp16"),
     "trainer.parallel": ("ddp", "fsdp"),
@@ -31,16 +34,16 @@ CHOICES = {
     "eval.precision": ("fp32", "bf16", "fp16"),
     "eval.features": ("inception", "efficientnet_lite0"),
     "eval.labels": ("balanced", "drawn"),
-    "eval.precision": ("fp32", "bf16", "fp16"),
     "logger.wandb": ("auto", "online", "offline", "disabled"),
 }
 
 # Of the data of each task.
 FORMS = {
-    "classification": ("npz", "folder"),
+    "classification": ("npz", "folder", "tar", "webdataset", "datasets"),
     "generation": ("npz", "latents", "folder_vae"),
     "language": ("text", "shards"),
 }
+EVALUATION_FORMS = ("tar", "webdataset", "datasets")
 
 AT_LEAST_ONE = (
     "trainer.global_batch",
@@ -67,11 +70,13 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
         if key not in known:
             raise ValueError(f"unknown key {key!s}{nearest(str(key), known)}")
     _fill_from_folder(config)
-    _require_values(config)
     try:
+        _require_values(config)
         typed: Config = OmegaConf.to_object(config)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
-        raise ValueError(str(error).splitlines()[0]) from None
+        reason = str(error).splitlines()[0]
+        # What a resolver of ours says, without OmegaConf's words about where.
+        raise ValueError(reason.rpartition("while resolving interpolation: ")[2]) from None
     for key, allowed in CHOICES.items():
         value = OmegaConf.select(config, key)
         if value is not None and value not in allowed:
@@ -85,8 +90,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     _check_processes(typed)
     if typed.seed < 0:
         raise ValueError(f"seed {typed.seed} must be at least 0")
-    if typed.checkpoint == "":
-        raise ValueError("checkpoint is empty: name a file or a run folder, or leave it out")
+    _check_checkpoint(typed)
     _check_batches(typed)
     _check_mixing(typed)
     _check_parts(typed)
@@ -119,6 +123,34 @@ def _require_values(config: DictConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{missing[0]} has no value: set it ({missing[0]}=VALUE)")
+
+
+def _check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint == "":
+        raise ValueError("checkpoint is empty: name a file or a run folder, or leave it out")
+    if config.evaluates is not None and config.mode != "eval":
+        raise ValueError(f"mode {config.mode}: {config.name} scores given weights, mode=eval")
+    if checkpoint is not None and config.mode != "eval":
+        raise ValueError(f"checkpoint={checkpoint} needs mode=eval; a run resumes from its own")
+    if checkpoint == PRETRAINED:
+        if not getattr(config.model, "pretrained", None):
+            raise ValueError(f"checkpoint={checkpoint} needs model.pretrained")
+        _check_classes(config)
+
+
+def _check_classes(config: Config) -> None:
+    """The pretrained classifier must be of as many classes as are asked for."""
+    if not isinstance(config.model, TimmConfig):
+        return
+    from moh.backbones.preparation import preparation
+
+    known = preparation(config.model.name)["num_classes"]
+    if known is not None and known != config.model.num_classes:
+        raise ValueError(
+            f"model.num_classes {config.model.num_classes}: the weights of {config.model.name} "
+            f"know {known} classes, and its classifier would be drawn at random"
+        )
 
 
 def _check_batches(config: Config) -> None:
@@ -202,6 +234,8 @@ def _check_parts(config: Config) -> None:
     if model.family != family:
         raise ValueError(f"task {task.name} needs a model of family {family}, not {model.family}")
     if isinstance(data, ImagesConfig):
+        if data.form in EVALUATION_FORMS and config.mode != "eval":
+            raise ValueError(f"data.form {data.form} is for mode=eval; training reads folder")
         if len(data.mean) != data.channels or len(data.std) != data.channels:
             raise ValueError(f"data.mean and data.std need {data.channels} entries, one a channel")
         taken = {"timm": ("in_chans", "img_size"), "dit": ("in_channels", "input_size")}[family]
@@ -242,21 +276,24 @@ def _check_paths(config: Config) -> None:
             if key == "eval.data_root":
                 hint = f": python scripts/make_benchmark_mirror.py {value} lays it out"
             raise ValueError(f"{key}={value} does not exist{hint}")
-    if config.checkpoint is not None and not Path(config.checkpoint).exists():
+    if config.checkpoint is None and config.evaluates is not None:
+        raise ValueError(
+            f"checkpoint is not set: {config.name} scores {config.evaluates}; checkpoint=PATH"
+        )
+    if config.checkpoint not in (None, PRETRAINED) and not Path(config.checkpoint).exists():
         raise ValueError(f"checkpoint={config.checkpoint} does not exist")
 
 
 def check_plan(config: Config) -> None:
     """Build the model where nothing is allocated; an impossible plan or model fails here."""
-    from moh.backbones.build import build_model
+    from moh.backbones.build import build_model, without_pretrained
 
-    if getattr(config.model, "pretrained", None):
-        if isinstance(config.model, LlamaConfig):
-            _check_folder_plan(config)
+    if isinstance(config.model, LlamaConfig) and config.model.pretrained is not None:
+        _check_folder_plan(config)
         return
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            build_model(config.model, config.heads)
+            build_model(without_pretrained(config.model), config.heads)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"model {config.model.name}: {_first_line(str(error))}") from None
 

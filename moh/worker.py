@@ -26,17 +26,22 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import moh
-from moh import distribution
-from moh.backbones.build import build_model, is_mha
+from moh import distribution, weights
+from moh.backbones.build import build_model, is_mha, without_pretrained
 from moh.backbones.convert import head_plan
-from moh.config import Config, LlamaConfig
+from moh.config import PRETRAINED, Config, LlamaConfig
 from moh.errors import RunError, StoppedError
 from moh.heads import routers
 from moh.reporting import provenance
 from moh.reporting.wandb_logger import RunLogger
-from moh.runner import load_config, write_json
+from moh.runner import (
+    EVALUATED,
+    load_config,
+    record_name,
+    scores_given_weights,
+    write_json,
+)
 from moh.tasks.base import Evaluation, Task
-from moh.training import checkpoint
 from moh.training.loop import DTYPES, Trainer
 from moh.training.parallel import gathered
 from moh.training.progress import RunProgress
@@ -67,13 +72,16 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     if config.mode == "eval":
         config.trainer.parallel = "ddp"  # there is nothing to shard
     sharded = config.trainer.parallel == "fsdp"
+    given = scores_given_weights(config)
+    bare = config.checkpoint not in (None, PRETRAINED)
+    built = without_pretrained(config.model) if bare else config.model
     dtype = DTYPES[config.eval.precision] if config.mode == "eval" else torch.float32
-    model = build_model(config.model, config.heads, config.seed, dtype)
+    model = build_model(built, config.heads, config.seed, dtype)
     # A model that is to be sharded may not fit on one device: FSDP moves it block by block.
     model = model.to("cpu" if sharded else device)
-    record = {
+    record: dict[str, Any] = {
         "run_id": identity,
-        "name": config.name,
+        "name": record_name(config),
         "protocol": config.protocol,
         "status": "partial",
         "share": 0.0,
@@ -82,7 +90,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         "data": task.fingerprint(),
         "command": shlex.join(["python", "-m", "moh", *arguments]),
         "overrides": [argument for argument in arguments if "=" in argument],
-        "config_hash": folder.name.rpartition("-")[2],
+        "config_hash": folder.name.partition("-")[2],
         **provenance.code(),
         "versions": provenance.versions(),
         "hardware": provenance.hardware(),
@@ -90,6 +98,10 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         "seconds": _earlier_seconds(folder),
         "started": started,
     }
+    if given:
+        # Not a training of ours: no share of a budget, no batch of an optimiser.
+        del record["share"], record["global_batch"]
+        record["checkpoint"] = weights.describe(str(config.checkpoint), model)
     if not distribution.is_main():
         config.logger.wandb, config.logger.progress = "disabled", False
     logger = RunLogger(config.logger, folder, plain, identity)
@@ -97,22 +109,24 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     # A run that is killed leaves this; what it says is true at that moment.
     if distribution.is_main():
         write_json(folder / "run.json", record)
-    failed = True
+    failed, trainer = True, None
     try:
         with RunProgress(identity, config.logger.progress) as progress:
-            trainer = Trainer(config, model, task, folder, logger, progress)
+            scored, samples = model, None
             if config.mode in ("train", "both"):
+                trainer = Trainer(config, model, task, folder, logger, progress)
                 trained = trainer.fit()
                 record["seconds"]["train"] += trained.seconds
+                samples = trained.samples
+                scored = trained.ema if trained.ema and config.eval.ema else model
             else:
-                load_weights(config, folder, trainer)
-            budget = config.trainer.samples
-            record["share"] = trainer.samples / budget if budget else 1.0
-            record["samples"] = trainer.samples
-            scored = trainer.ema.module if trainer.ema and config.eval.ema else model
+                samples = load_weights(config, folder, model)
             if sharded:
                 empty = build_model(config.model, config.heads, config.seed).to(device)
                 scored = gathered(scored, empty)
+            record["samples"] = samples
+            if not given:
+                record["share"] = (samples or 0) / config.trainer.samples
             evaluation: Evaluation | None = None
             takes_part = task.evaluates_together or distribution.is_main()
             if config.mode in ("eval", "both") and takes_part:
@@ -123,8 +137,9 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         if not distribution.is_main():
             failed = False
             return
-        done = trainer.samples >= config.trainer.samples and evaluation is not None
-        record["status"] = "finished" if done else "partial"
+        done = given or (samples or 0) >= config.trainer.samples
+        if done and evaluation is not None:
+            record["status"] = EVALUATED if given else "finished"
         record["seconds"]["total"] += time.monotonic() - begun
         record["seconds"] = {key: round(value, 2) for key, value in record["seconds"].items()}
         record["peak_memory_mib"] = round(provenance.peak_memory_mib(), 1)
@@ -140,8 +155,9 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         write_json(folder / "run.json", record)
         failed = False
     except StoppedError:
-        record["samples"] = trainer.samples
-        record["share"] = trainer.samples / config.trainer.samples
+        if trainer is not None:
+            record["samples"] = trainer.samples
+            record["share"] = trainer.samples / config.trainer.samples
         record["seconds"]["total"] += time.monotonic() - begun
         if distribution.is_main():
             write_json(folder / "run.json", record)
@@ -185,6 +201,7 @@ def describe(config: Config, model: nn.Module) -> dict[str, Any]:
     """Heads and sizes of a model as ``run.json`` holds them."""
     plan = head_plan(model)
     return {
+        "model": config.model.name,
         # A folder may bring heads of its own.
         "heads": "own" if plan and is_mha(config.heads) else config.heads.name,
         "head_plan": plan.to_dict() if plan else None,
@@ -214,27 +231,19 @@ def _pretrained_folder(config: Config) -> str | None:
     return config.model.pretrained if isinstance(config.model, LlamaConfig) else None
 
 
-def load_weights(config: Config, folder: Path, trainer: Trainer) -> None:
+def load_weights(config: Config, folder: Path, model: nn.Module) -> int | None:
     """Weights for ``mode=eval``: ``checkpoint=`` or the run's own newest checkpoint.
+
+    Returns:
+        Samples that they were trained on; None where nobody says.
 
     Raises:
         RunError: nothing to load, or it does not fit.
     """
-    source = Path(config.checkpoint) if config.checkpoint else folder
-    if source.is_file() or (source / "config.json").is_file():
-        from moh.backbones.published.load import load_published
-
-        load_published(trainer.model, source, config.model.family, ema=config.eval.ema)
-        trainer.ema = None
-        trainer.samples = config.trainer.samples
-        return
-    place = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    path = place if (place / checkpoint.MANIFEST).is_file() else checkpoint.newest(place)
-    if path is None and config.checkpoint is None and _pretrained_folder(config) is not None:
-        return  # evaluated as it was loaded
-    if path is None:
-        raise RunError(f"{source} has no checkpoint; train first (mode=both) or name a file")
-    trainer.samples = checkpoint.load(path, trainer.model, None, trainer.ema)
+    if config.checkpoint == PRETRAINED:
+        return None  # the model was built with them
+    source = weights.locate(config.checkpoint or folder)
+    return source.load_into(model, config.model.family, config.eval.ema)
 
 
 def _record_scores(folder: Path, evaluation: Evaluation) -> None:

@@ -25,7 +25,12 @@ def baseline_of(name: str) -> str | None:
     return parent.group(1) if parent else None
 
 
-PAIRS = [(name, parent) for name in EXPERIMENTS if (parent := baseline_of(name))]
+PUBLISHED = [name for name in EXPERIMENTS if "/published_" in name]
+PAIRS = [
+    (name, parent)
+    for name in EXPERIMENTS
+    if name not in PUBLISHED and (parent := baseline_of(name))
+]
 
 
 def test_every_family_has_pairs():
@@ -54,6 +59,43 @@ def test_heads_mha_turns_a_model_into_its_baseline(name, parent):
     if name.startswith("demo/vit/ratio"):
         pytest.skip("the ratio is part of the experiment")
     assert switched.heads == compose_config([f"experiment={parent}"]).heads
+
+
+# Published weights and the row of the table whose recipe they are said to follow.
+TWINS = {
+    "vit/published_moh_b_75": "vit/moh_b_75",
+    "vit/published_moh_b_50": "vit/moh_b_50",
+    "vit/published_moh_s_80": "vit/moh_s_80",
+    "vit/published_moh_s_75": "vit/moh_s_75",
+    "vit/published_transnext_s": "vit/mha_s",
+    "vit/published_transnext_b": "vit/mha_b",
+    "dit/published_moh_xl2_90": "dit/moh_xl2_90",
+    "dit/published_moh_xl2_90_cfg125": "dit/moh_xl2_90",
+    "dit/published_dit_xl2": "dit/mha_xl2",
+    "dit/published_dit_xl2_cfg125": "dit/mha_xl2",
+    "llm/published_moh_llama3_8b": "llm/moh_llama3_8b_75",
+    "llm/published_llama3_8b": "llm/mha_llama3_8b",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_weights_are_scored_as_a_trained_row_is(name):
+    """So that a calibration row shares model, heads, data and evaluation with its row."""
+    ours, row = (
+        OmegaConf.to_container(compose_config([f"experiment={n}"]), resolve=True)
+        for n in (name, TWINS[name])
+    )
+    assert (ours.pop("mode"), ours.pop("name")) == ("eval", name)
+    assert ours.pop("evaluates")
+    for key in ("mode", "name", "evaluates"):
+        row.pop(key, None)
+    if name.endswith("cfg125"):
+        assert (ours["eval"].pop("guidance"), row["eval"].pop("guidance")) == (1.25, 1.0)
+    if name == "llm/published_llama3_8b":  # Meta's own vocabulary
+        assert (ours["model"].pop("vocab_size"), row["model"].pop("vocab_size")) == (128256, 160896)
+    assert ours == row
+    with pytest.raises(ValueError, match=r"checkpoint is not set: .*checkpoint=PATH$"):
+        validate(compose_config([f"experiment={name}"]))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -116,6 +158,18 @@ MISTAKES = [
     (["experiment=demo/vit/mha", "seed=abc"], "seed=abc: must be a whole number"),
     (["experiment=demo/vit/mha", "heads.top_k=9"], r"heads.top_k=9: must be a list"),
     (["experiment=demo/vit/mha", "checkpoint="], "checkpoint is empty"),
+    (["experiment=demo/vit/mha", "checkpoint=a.pth"], "checkpoint=a.pth needs mode=eval"),
+    (
+        ["experiment=demo/vit/mha", "mode=eval", "checkpoint=pretrained"],
+        "checkpoint=pretrained needs model.pretrained",
+    ),
+    (["experiment=vit/timm", "mode=both"], "mode both: vit/timm scores given weights"),
+    (["experiment=vit/timm", "model.name=deit_smal"], "'deit_smal' is not a timm model; nearest"),
+    (
+        ["experiment=vit/timm", "model.name=vit_tiny_patch16_224.augreg_in21k"],
+        "model.num_classes 1000: the weights of .* know 21843 classes",
+    ),
+    (["experiment=vit/mha_s", "data.form=tar"], "data.form tar is for mode=eval"),
 ]
 
 

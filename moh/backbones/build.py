@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from moh.backbones.convert import convert, head_shapes
 from moh.config import DiTConfig, HeadsConfig, LlamaConfig, ModelConfig, TimmConfig
+from moh.errors import RunError
 from moh.heads import HeadPlan, RouterOptions
 
 
@@ -117,24 +119,28 @@ def build_model(
     return convert(built, plan, router_options(heads), seed=seed)
 
 
+def without_pretrained(model: ModelConfig) -> ModelConfig:
+    """The same model with no weights of its own, for those that bring theirs."""
+    if isinstance(model, TimmConfig):
+        return dataclasses.replace(model, pretrained=False)
+    if isinstance(model, LlamaConfig):
+        return dataclasses.replace(model, pretrained=None)
+    return model
+
+
 def _build_timm(model: TimmConfig) -> nn.Module:
     import timm
 
-    import moh.backbones.transnext  # noqa: F401 registers its names with timm
+    from moh.backbones.preparation import preparation
     from moh.backbones.transnext_model import TransNeXt
 
-    if not timm.is_model(model.name.split(".")[0]):
-        from moh.errors import nearest
-
-        raise ValueError(
-            f"model.name {model.name!r} is not a timm model"
-            f"{nearest(model.name, timm.list_models())}"
-        )
+    wanted = preparation(model.name)
     arguments: dict[str, Any] = {
         "in_chans": model.in_chans,
         "num_classes": model.num_classes,
         "drop_path_rate": model.drop_path_rate,
-        "img_size": model.img_size,
+        # Convolutional networks take any size and no such argument.
+        "img_size": model.img_size if wanted["fixed_size"] else None,
         **model.args,
     }
     if "transnext" in model.name:
@@ -144,7 +150,15 @@ def _build_timm(model: TimmConfig) -> nn.Module:
                 raise ValueError(
                     f"model.args.{key} is not an argument of TransNeXt; known: {', '.join(known)}"
                 )
-    return timm.create_model(model.name, pretrained=model.pretrained, **arguments)
+    try:
+        return timm.create_model(model.name, pretrained=model.pretrained, **arguments)
+    except (OSError, RuntimeError) as error:
+        if not model.pretrained:
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RunError(
+            f"no pretrained weights of {model.name}: {reason}; name a file with checkpoint="
+        ) from None
 
 
 def _build_dit(model: DiTConfig, heads: HeadsConfig) -> nn.Module:

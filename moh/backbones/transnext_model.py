@@ -99,7 +99,8 @@ class TransNeXt(nn.Module):
         self.grad_checkpointing = False
         self.feature_info: list[dict[str, Any]] = []
         grids = self.grids(self.img_size)
-        pretrain_grids = self.grids(to_2tuple(pretrain_size or img_size))
+        self.pretrain_size = to_2tuple(pretrain_size or img_size)
+        pretrain_grids = self.grids(self.pretrain_size)
         drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
 
         def attention(stage: int) -> PositionBiasedAttention:

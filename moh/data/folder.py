@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -20,7 +19,9 @@ from torchvision.datasets import ImageFolder
 
 from moh.config import ClassificationConfig, ImagesConfig
 from moh.data.order import ShuffledOrder, stable_seed
-from moh.data.reading import Key, LoadAhead, load, next_batch, open_picture
+from moh.data.readers import FolderReader
+from moh.data.reading import Key, LoadAhead
+from moh.data.validation_images import ValidationImages, common_transform
 from moh.errors import RunError
 
 
@@ -65,26 +66,24 @@ class RepeatedOrder(ShuffledOrder):
 class _Augmented(Dataset[tuple[Tensor, int]]):
     """Images by (sample number, index), each augmented with the random numbers of its number."""
 
-    def __init__(self, folder: ImageFolder, transform: Any, seed: int | None) -> None:
-        self.folder, self.transform, self.seed = folder, transform, seed
+    def __init__(self, images: FolderReader, transform: Any, seed: int) -> None:
+        self.images, self.transform, self.seed = images, transform, seed
 
     def __len__(self) -> int:
-        return len(self.folder.samples)
+        return len(self.images)
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         number, index = key
-        path, label = self.folder.samples[index]
-        image = open_picture(path)
+        image = self.images.image(index)
         with _own_random_numbers(self.seed, number):
-            return self.transform(image), label
+            return self.transform(image), self.images.labels[index]
 
 
-class FolderImages:
+class FolderImages(ValidationImages):
     """Training and validation images under ``root/train`` and ``root/val``.
 
     Attributes:
         class_names: folder names, in order.
-        fingerprint: of the file lists; the pictures themselves are not read for it.
     """
 
     def __init__(
@@ -94,27 +93,13 @@ class FolderImages:
         num_classes: int,
         global_batch: int = 1,
     ) -> None:
-        self.config, self.global_batch = config, global_batch
-        if config.root is None:
-            raise RunError(
-                f"data.root is not set: {config.name} needs a folder with train/ and val/"
-            )
-        self._train = open_folder(Path(config.root) / "train", num_classes)
-        self._val = open_folder(Path(config.root) / "val", num_classes)
-        if self._train.classes != self._val.classes:
-            other = sorted(set(self._train.classes) ^ set(self._val.classes))[0]
-            raise RunError(f"{config.root}: class {other} is not in both of train/ and val/")
-        self.class_names = tuple(self._train.classes)
-        names = [Path(path).name for f in (self._train, self._val) for path, _ in f.samples]
-        self.fingerprint = f"{stable_seed(*names):016x}"
-        common = {
-            "input_size": (config.channels, config.size, config.size),
-            "interpolation": "bicubic",
-            "mean": tuple(config.mean),
-            "std": tuple(config.std),
-        }
+        super().__init__(config, num_classes)
+        self.global_batch = global_batch
+        self._train = FolderReader(Path(config.root or "") / "train")
+        if lone := sorted(set(self._train.class_names) ^ set(self.class_names)):
+            raise RunError(f"{config.root}: class {lone[0]} is not in both of train/ and val/")
         self._augment = create_transform(
-            **common,
+            **common_transform(config),
             is_training=True,
             auto_augment=task.auto_augment,
             color_jitter=0.4,
@@ -123,19 +108,18 @@ class FolderImages:
             re_mode="pixel",
         )
         allow_zero_bits(self._augment)
-        self._resize = create_transform(**common, is_training=False, crop_pct=0.875)
         self._ahead: LoadAhead | None = None
         self._order: ShuffledOrder | None = None
 
     @property
-    def num_train(self) -> int:
-        """Training images."""
-        return len(self._train.samples)
+    def fingerprint(self) -> str:
+        """Of the lists of images, in order."""
+        return self._digest(self._train, self.images)
 
     @property
-    def num_test(self) -> int:
-        """Validation images."""
-        return len(self._val.samples)
+    def num_train(self) -> int:
+        """Training images."""
+        return len(self._train)
 
     def order(self, seed: int) -> ShuffledOrder:
         """Order of the training images."""
@@ -157,16 +141,6 @@ class FolderImages:
             self._order = order
         images, labels = self._ahead(first, count)
         return {"images": images, "labels": labels}
-
-    def test_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Validation images in order: resized so that the crop is 0.875 of the short side."""
-        pictures = _Augmented(self._val, self._resize, None)
-        numbers = [(i, i) for i in range(self.num_test)]
-        batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-        loader = load(pictures, batches, self.config.workers)
-        for _ in batches:
-            images, labels = next_batch(loader)
-            yield images, labels
 
 
 def _numbered(order: ShuffledOrder, first: int, count: int) -> list[Key]:
@@ -210,11 +184,8 @@ def _posterise(image: Image.Image, bits: int, **_: Any) -> Image.Image:
 
 
 @contextmanager
-def _own_random_numbers(seed: int | None, number: int) -> Iterator[None]:
+def _own_random_numbers(seed: int, number: int) -> Iterator[None]:
     """Seed every stream that an augmentation may draw from, and give them back as they were."""
-    if seed is None:
-        yield
-        return
     own = stable_seed(seed, "augment", number)
     states = random.getstate(), np.random.get_state()
     try:

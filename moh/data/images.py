@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from moh.config import ImagesConfig
 from moh.data.order import ShuffledOrder
+from moh.distribution import share_of
 from moh.errors import RunError
 
 EMBEDDED = Path(__file__).parent / "embedded" / "fashion_mnist_12k.npz"
@@ -103,9 +105,24 @@ class ImageSet:
         """Test images."""
         return len(self.test)
 
+    @property
+    def preparation(self) -> str:
+        """What is done to an image, in words."""
+        return f"{self.config.size} px"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Nothing beside what every data set records."""
+        return {}
+
+    @property
+    def marks(self) -> list[str]:
+        """Nothing to be said beside an accuracy on these images."""
+        return []
+
     def test_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalised test images and their labels, in order."""
-        for start in range(0, self.num_test, size):
+        """Normalised test images and their labels in order; of several processes each its share."""
+        for start in share_of(range(0, self.num_test, size)):
             part = slice(start, start + size)
             yield self.normalise(self.test[part]), self.test_labels[part]
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import torch
 from PIL import Image
@@ -141,8 +141,12 @@ def next_batch(loader: Iterator[list[Tensor]]) -> list[Tensor]:
         raise RunError(f"a data loading process died: {str(error).splitlines()[0]}") from None
 
 
-def open_picture(path: str | Path) -> Image.Image:
+def open_picture(source: str | Path | IO[bytes], name: str | None = None) -> Image.Image:
     """An image file as RGB, whatever its mode, format or name; EXIF rotation is not applied.
+
+    Args:
+        source: its path, or the open file.
+        name: where an open file lies, for people.
 
     Raises:
         RunError: it cannot be decoded to its last row; one line that names it.
@@ -151,9 +155,9 @@ def open_picture(path: str | Path) -> Image.Image:
         with warnings.catch_warnings():
             # ImageNet has files whose EXIF block is broken and whose picture is not.
             warnings.filterwarnings("ignore", "(?i).*corrupt exif", UserWarning)
-            with Image.open(path) as image:
+            with Image.open(source) as image:
                 return image.convert("RGB")
     except Exception as error:
         # What a decoder raises for a broken file is not one type.
         first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise RunError(f"cannot read image {path}: {first_line}") from None
+        raise RunError(f"cannot read image {name or source}: {first_line}") from None

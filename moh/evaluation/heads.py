@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moh.distribution import sum_over_processes
 from moh.heads import Router, Routing, routers
 
 
@@ -99,6 +100,10 @@ class HeadLoad:
         """Add :meth:`counts` of another one, its groups being ``groups_B`` of this one."""
         for name in self._plan:
             self._add(name, counts[f"selected/{name}"], counts[f"tokens/{name}"], groups_B)
+
+    def sum_over_processes(self) -> None:
+        """Add up what the processes of this run have counted; all of them call it."""
+        sum_over_processes(*self._selected.values(), *self._tokens.values())
 
     def to_json(self) -> dict[str, Any] | None:
         """Loads as lists, None if nothing was routed.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from timm.optim import param_groups_weight_decay
@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from moh.data.order import StepRandom
 
-Progress = Callable[[str, int, int], None]
+
+class Progress(Protocol):
+    """Shows that ``done`` of ``total`` are through in a phase, and a note beside it."""
+
+    def __call__(self, phase: str, done: int, total: int, note: str = "") -> None: ...
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,13 @@ from torch import Tensor, nn
 from moh.config import Config
 from moh.data.folder import FolderImages
 from moh.data.images import ImageSet
-from moh.data.order import StepRandom, stable_seed
+from moh.data.order import ShuffledOrder, StepRandom, stable_seed
+from moh.data.readers import READERS
+from moh.data.validation_images import ValidationImages
+from moh.distribution import gather_to_main, sum_over_processes, world_size
+from moh.errors import RunError
 from moh.evaluation.heads import HeadLoad
+from moh.evaluation.precision import precision, precision_marks
 from moh.tasks.base import Evaluation, Metric, Progress, Task, device_of
 
 
@@ -24,15 +32,9 @@ class Classification(Task):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.data: ImageSet | FolderImages
-        if config.data.form == "folder":
-            self.data = FolderImages(
-                config.data, config.task, config.model.num_classes, config.trainer.global_batch
-            )
-        else:
-            self.data = ImageSet.load(config.data)
+        self.data = _open(config)
         self.mix = _mixing(config)
-        self.order = self.data.order(config.seed)
+        self.order: ShuffledOrder | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -40,9 +42,12 @@ class Classification(Task):
             "train_images": self.data.num_train,
             "test_images": self.data.num_test,
             "sha256": self.data.fingerprint,
+            **self.data.summary,
         }
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
+        assert isinstance(self.data, ImageSet | FolderImages)
+        self.order = self.order or self.data.order(self.config.seed)
         batch = self.data.train_batch(self.order, first, count)
         if self.mix is None:
             return batch
@@ -72,30 +77,71 @@ class Classification(Task):
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
-        device, size = device_of(model), self.config.eval.batch
+        config = self.config.eval
+        device = device_of(model)
         load = HeadLoad(self.data.class_names)
-        top1 = top5 = n = 0
-        loss = 0.0
-        with load.watch(model):
-            for images, labels in self.data.test_batches(size):
+        right = torch.zeros(3, dtype=torch.int64)  # top-1, top-5, images
+        losses: list[float] = []
+        begun = time.monotonic()
+        watched = load.watch(model) if config.head_load else nullcontext()
+        with watched, precision(config.precision, device):
+            for images, labels in self.data.test_batches(config.batch):
                 target = labels.to(device)
                 load.groups_B = target
-                logits = model(images.to(device)).float()
+                logits = self._logits(model, images.to(device))
                 ranked = logits.topk(min(5, logits.shape[-1]), dim=-1).indices.eq(target[:, None])
-                top1 += int(ranked[:, :1].sum())
-                top5 += int(ranked.sum())
-                loss += F.cross_entropy(logits, target, reduction="sum").item()
-                n += len(target)
-                progress("evaluating", n, self.data.num_test)
-        protocol = f"{self.config.data.name}, {n} test images, {self.config.data.size} px"
+                right[:2] += torch.stack([ranked[:, 0].sum(), ranked.sum()]).cpu()
+                right[2] += len(target)
+                losses.append(F.cross_entropy(logits, target, reduction="sum").item())
+                if not math.isfinite(losses[-1]):
+                    raise RunError(
+                        f"{self.config.name}: logits are not finite in eval.precision="
+                        f"{config.precision}"
+                    )
+                # Of several processes each sees its share; all go at about the same pace.
+                done = min(int(right[2]) * world_size(), self.data.num_test)
+                rate = done / (time.monotonic() - begun)
+                progress("evaluating", done, self.data.num_test, f"{rate:.0f} images/s")
+        sum_over_processes(right)
+        load.sum_over_processes()
+        gathered = gather_to_main(losses) or [losses]
+        top1, top5, n = right.tolist()
+        # Correctly rounded, so that the order of the batches does not matter.
+        loss = math.fsum(value for part in gathered for value in part)
+        protocol = (
+            f"{self.config.data.name}, {n} test images, {self.data.preparation}, {config.precision}"
+        )
+        marks = [*self.data.marks, *precision_marks(config.precision)]
         return Evaluation(
             metrics={
-                "top1": _share(top1, n, protocol),
-                "top5": _share(top5, n, protocol),
-                "val_loss": Metric(loss / n, "nats", n, False, protocol),
+                "top1": _share(top1, n, protocol, marks),
+                "top5": _share(top5, n, protocol, marks),
+                "val_loss": Metric(loss / n, "nats", n, False, protocol, marks=marks),
             },
             head_load=load.to_json(),
         )
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        try:
+            return model(images).float()
+        except torch.OutOfMemoryError:
+            batch = self.config.eval.batch
+            raise RunError(
+                f"{self.config.name}: out of memory with eval.batch={batch}; "
+                f"try eval.batch={max(1, batch // 2)}"
+            ) from None
+
+
+def _open(config: Config) -> ImageSet | ValidationImages:
+    """The images that a run needs: to score given weights, those of the validation part alone."""
+    data, classes = config.data, config.model.num_classes
+    if data.form not in READERS:
+        return ImageSet.load(data)
+    given = config.mode == "eval" and config.checkpoint is not None
+    trains = config.mode != "eval" or (not given and (Path(data.root or "") / "train").is_dir())
+    if trains:
+        return FolderImages(data, config.task, classes, config.trainer.global_batch)
+    return ValidationImages(data, classes)
 
 
 def _mixing(config: Config) -> Mixup | None:
@@ -112,8 +158,8 @@ def _mixing(config: Config) -> Mixup | None:
     )
 
 
-def _share(right: int, n: int, protocol: str) -> Metric:
+def _share(right: int, n: int, protocol: str, marks: list[str]) -> Metric:
     """A percentage with its binomial standard error."""
     share = right / n
     stderr = 100 * (share * (1 - share) / n) ** 0.5
-    return Metric(100 * share, "%", n, True, protocol, stderr=stderr)
+    return Metric(100 * share, "%", n, True, protocol, stderr=stderr, marks=marks)

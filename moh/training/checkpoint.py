@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from moh import distribution
 from moh.backbones.convert import head_plan
@@ -156,6 +158,24 @@ def load(
     if scaler is not None and extra["scaler"]:
         scaler.load_state_dict(extra["scaler"])
     return int(extra["samples"])
+
+
+def load_weights(path: Path, model: nn.Module, ema: bool) -> int:
+    """Put the weights of a checkpoint into a model, the averaged ones if it has them and ``ema``.
+
+    Returns:
+        Samples seen.
+
+    Raises:
+        RunError: it is of another model, or of other heads.
+    """
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    if not ema or not any(name.startswith("ema.") for name in names):
+        return load(path, model)
+    average = AveragedModel(model)
+    samples = load(path, model, ema=average)
+    model.load_state_dict(average.module.state_dict())
+    return samples
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None, ema: nn.Module | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _LAYER = (
 _LLAMA = re.compile(
     rf"lm_head\.weight|model\.(embed_tokens|norm)\.weight|model\.layers\.\d+\.{_LAYER}"
 )
+_ROUTER = re.compile(r"model\.layers\.\d+\.self_attn\.router\.")
 # A table of frequencies that older LLaMA files store and that is computed today.
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -25,12 +26,15 @@ _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Published MoH-LLaMA3 weights under the names of :class:`moh.backbones.llama`.
 
-    The router has no parameters, so these are plain LLaMA's names and stay as they are.
+    The router has no parameters, so these are plain LLaMA's names and stay as they are, and so do
+    learned routers of ours.
 
     Raises:
-        ValueError: a name that is not LLaMA's.
+        ValueError: a name that is neither.
     """
-    return _checked({name: value for name, value in state.items() if not _COMPUTED.match(name)})
+    kept = {name: value for name, value in state.items() if not _COMPUTED.match(name)}
+    _checked({name: value for name, value in kept.items() if not _ROUTER.match(name)})
+    return kept
 
 
 def to_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
-"""Load published weights into a model of this project, without running code from a file."""
+"""Read weights and put them into a model of this project, without running code from a file."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
+import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -20,66 +22,166 @@ from moh.errors import RunError
 FAMILIES = {"timm": "vit", "dit": "dit", "llama": "llama"}
 SHOWN = 8  # names of keys in one message; the rest are counted
 
+# Where training scripts keep their weights: averaged ones first, then the model's own.
+_AVERAGED = ("ema", "state_dict_ema", "model_ema")
+_OWN = ("model", "state_dict")
+# What DDP and torch.compile put in front of every name.
+_WRAPPERS = ("module.", "_orig_mod.")
+# transformers, diffusers, timm
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "pytorch_model.bin",
+    "diffusion_pytorch_model.bin",
+)
 
-def load_published(model: nn.Module, source: Path, family: str, ema: bool = True) -> None:
-    """Load a published checkpoint in place.
+
+def load_published(
+    model: nn.Module, source: Path, family: str, ema: bool = True, assign: bool = False
+) -> None:
+    """Load weights under their published names, or under ours, in place.
 
     Args:
         model: built with the heads of the checkpoint.
-        source: ``.pth``, ``.pt``, ``.bin`` or ``.safetensors`` file, or a transformers folder.
+        source: ``.pth``, ``.pt``, ``.bin`` or ``.safetensors`` file, or a library's folder.
         family: ``timm``, ``dit`` or ``llama``: whose names to expect.
         ema: averaged weights where the file has both.
+        assign: take the tensors themselves, with their type, instead of copying their values.
 
     Raises:
         RunError: unreadable, holding code, or of another model; every missing, unexpected or
             differently shaped key is named.
     """
     renames = import_module(f"moh.backbones.published.{FAMILIES[family]}")
-    state = renames.from_published(read_state(source, ema))
-    _check_keys(model.state_dict(), state, source)
-    model.load_state_dict(state)
+    try:
+        state = renames.from_published(read_state(source, ema))
+    except ValueError as error:
+        raise RunError(f"{source} does not fit the model; {error}") from None
+    if family == "timm":
+        state = _as_timm_reads_it(state, model)
+    own = model.state_dict()
+    tied = _tied(model) if not _tied(model) & state.keys() else set()
+    _check_keys({name: value for name, value in own.items() if name not in tied}, state, source)
+    model.load_state_dict(state, strict=not tied, assign=assign)
+    if assign and tied:
+        model.tie_weights()  # type: ignore[operator]
 
 
 def read_state(source: Path, ema: bool = True) -> dict[str, Tensor]:
-    """The state dict of a published file or folder, under its own names."""
+    """The state dict of a published file or folder, under its own names.
+
+    Raises:
+        RunError: see :func:`load_published`.
+    """
     if source.is_dir():
-        files = sorted(source.glob("*.safetensors")) or sorted(source.glob("pytorch_model*.bin"))
-        if not files:
-            raise RunError(f"{source} holds neither *.safetensors nor pytorch_model*.bin")
         state: dict[str, Tensor] = {}
-        for file in files:
+        for file in weight_files(source):
             state |= read_state(file, ema)
         return state
     try:
         if source.suffix == ".safetensors":
             return load_file(source)
-        # Training checkpoints of DiT keep their command line in a Namespace: data, not code.
-        with (
-            torch.serialization.safe_globals([argparse.Namespace]),
-            warnings.catch_warnings(action="ignore"),
-        ):
-            loaded = torch.load(source, map_location="cpu", weights_only=True)
+        return _unwrap(_load(source), source, ema)
     except pickle.UnpicklingError:
         raise RunError(
-            f"{source} is refused: it holds more than tensors and could run code"
+            f"{source} is refused: it holds more than tensors and could run code{_foreign(source)}"
         ) from None
     except (OSError, RuntimeError, SafetensorError, EOFError) as error:
+        if isinstance(error, RunError):
+            raise
         raise RunError(f"cannot read {source}: {_first_line(error)}") from None
-    return _unwrap(loaded, source, ema)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights: those of its index, or the one it has.
+
+    Raises:
+        RunError: none, or a shard that the index names is not there.
+    """
+    for name in _WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise RunError(f"cannot read {index}: {_first_line(error)}") from None
+            absent = [shard for shard in listed if not (folder / shard).is_file()]
+            if absent:
+                raise RunError(f"{folder} lacks {_names(absent)} of {len(listed)} files")
+            return [folder / shard for shard in listed]
+        if (folder / name).is_file():
+            return [folder / name]
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise RunError(f"{folder} holds neither *.safetensors nor pytorch_model*.bin")
+    return files
+
+
+def _load(source: Path) -> Any:
+    # Training scripts keep their command line in a Namespace: data, not code.
+    with (
+        torch.serialization.safe_globals([argparse.Namespace]),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        try:
+            # Mapped, so that a checkpoint of gigabytes is not in memory beside the model.
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files of before PyTorch 1.6 cannot be mapped
+            return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def _foreign(source: Path) -> str:
+    """Names of what a pickle would call, if they can be listed without calling it."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    except Exception:
+        return ""
+    names = [name for name in names if name != "argparse.Namespace"]
+    return f" ({_names(names)})" if names else ""
 
 
 def _unwrap(loaded: Any, source: Path, ema: bool) -> dict[str, Tensor]:
-    order = ("ema", "model", "state_dict") if ema else ("model", "state_dict", "ema")
+    order = _AVERAGED + _OWN if ema else _OWN + _AVERAGED
     for key in order:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
             break
     if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
         raise RunError(f"{source} is not a checkpoint: no dict of tensors, nor one under {order}")
-    return {str(name).removeprefix("module."): value for name, value in loaded.items()}
+    return {_unwrapped(str(name)): value for name, value in loaded.items()}
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    return name
+
+
+def _as_timm_reads_it(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Other projects' names as the model's module in timm translates them, if it has to."""
+    translate = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if translate is None or state.keys() == model.state_dict().keys():
+        return state
+    try:
+        return dict(translate(dict(state), model))
+    except (KeyError, RuntimeError, AttributeError, ValueError, IndexError, TypeError):
+        return state  # of another model: the check of names says how
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Names that a model shares with another parameter of its own, so that files leave them out."""
+    config = getattr(model, "config", None)
+    return {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
 
 
 def _check_keys(own: Mapping[str, Tensor], state: Mapping[str, Tensor], source: Path) -> None:
+    faults = key_faults(own, state)
+    if faults:
+        raise RunError(f"{source} does not fit the model; {'; '.join(faults)}")
+
+
+def key_faults(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """How a state dict differs from a model's own in names and shapes; empty if it does not."""
     faults = []
     if missing := [name for name in own if name not in state]:
         faults.append(f"missing: {_names(missing)}")
@@ -88,8 +190,7 @@ def _check_keys(own: Mapping[str, Tensor], state: Mapping[str, Tensor], source: 
     if other := [n for n in own if n in state and own[n].shape != state[n].shape]:
         shapes = [f"{n} {tuple(state[n].shape)} for {tuple(own[n].shape)}" for n in other]
         faults.append(f"of another shape: {_names(shapes)}")
-    if faults:
-        raise RunError(f"{source} does not fit the model; {'; '.join(faults)}")
+    return faults
 
 
 def _names(names: list[str]) -> str:
