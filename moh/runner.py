@@ -36,6 +36,7 @@ from moh.config import (
     TrainerConfig,
 )
 from moh.errors import RunError, StoppedError
+from moh.lineage import trained_weights
 from moh.training.signals import stop_at_once
 from moh.validation import validate
 
@@ -73,6 +74,13 @@ NOT_HASHED = (
 
 FOLLOW_SECONDS = 600  # that the other machines wait for the first one to prepare a run
 
+NOT_HASHED_IN = (
+    ("trainer", "log_every"),
+    ("trainer", "keep_at"),
+    ("data", "root"),
+    ("eval", "data_root"),
+)
+
 
 def config_hash(config: DictConfig) -> str:
     """Twelve hex digits of everything in the configuration that can move a number."""
@@ -80,7 +88,7 @@ def config_hash(config: DictConfig) -> str:
     defaults: Any = OmegaConf.to_container(_schema(config))
     for key in NOT_HASHED:
         plain.pop(key, None)
-    for group, key in (("trainer", "log_every"), ("data", "root"), ("eval", "data_root")):
+    for group, key in NOT_HASHED_IN:
         plain[group].pop(key, None)
     # Defaults are left out, so that a key which a later version adds does not rename every run.
     text = json.dumps(_without(plain, defaults), sort_keys=True)
@@ -147,6 +155,11 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
         RunError: it cannot go on; one line for the user. The traceback is in ``error.log``.
     """
     typed = validate(config)
+    # What another experiment trained is named by the configuration: scoring it once is enough.
+    of_ours = typed.weights_of is not None and typed.checkpoint is None
+    if of_ours:
+        config = config.copy()
+        config.checkpoint = typed.checkpoint = str(trained_weights(typed))
     arguments = sys.argv[1:] if arguments is None else arguments
     identity = run_id(config)
     folder = Path(typed.runs_dir) / identity
@@ -162,7 +175,7 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
     with stop_at_once(identity), locked(folder):
-        if typed.mode == "both" and finished(folder):
+        if (typed.mode == "both" or of_ours) and finished(folder):
             publish(folder, Path(typed.results_dir) / "runs" / identity)
             print(f"{identity}: finished before, skipped")
             return

@@ -74,6 +74,13 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
         raise ValueError(f"seed {typed.seed} must be at least 0")
     if typed.checkpoint == "":
         raise ValueError("checkpoint is empty: name a file or a run folder, or leave it out")
+    if typed.weights_of is not None and typed.mode != "eval":
+        raise ValueError(
+            f"weights_of={typed.weights_of} evaluates what another experiment trained: mode "
+            f"{typed.mode!r} must be 'eval'"
+        )
+    if typed.weights_at is not None and typed.weights_of is None:
+        raise ValueError(f"weights_at {typed.weights_at} needs weights_of=EXPERIMENT")
     _check_batches(typed)
     _check_mixing(typed)
     _check_parts(typed)
@@ -109,6 +116,12 @@ def _check_batches(config: Config) -> None:
             raise ValueError(
                 f"trainer.{key} {value} is not a multiple of trainer.global_batch "
                 f"{trainer.global_batch}; nearest: {allowed}"
+            )
+    for value in trainer.keep_at:
+        if value % trainer.global_batch or not 0 < value <= trainer.samples:
+            raise ValueError(
+                f"trainer.keep_at {value} is not a multiple of trainer.global_batch "
+                f"{trainer.global_batch} up to trainer.samples {trainer.samples}"
             )
     if trainer.threads is not None and trainer.threads < 1:
         raise ValueError(f"trainer.threads {trainer.threads} must be at least 1")

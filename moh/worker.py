@@ -102,7 +102,8 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
                 record["seconds"]["train"] += trained.seconds
             else:
                 load_weights(config, folder, trainer)
-            record["share"] = trainer.samples / config.trainer.samples
+            budget = config.weights_at or config.trainer.samples
+            record["share"] = trainer.samples / budget
             record["samples"] = trainer.samples
             scored = trainer.ema.module if trainer.ema and config.eval.ema else model
             if sharded:
@@ -118,7 +119,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         if not distribution.is_main():
             failed = False
             return
-        done = trainer.samples >= config.trainer.samples and evaluation is not None
+        done = trainer.samples >= budget and evaluation is not None
         record["status"] = "finished" if done else "partial"
         record["seconds"]["total"] += time.monotonic() - begun
         record["seconds"] = {key: round(value, 2) for key, value in record["seconds"].items()}
