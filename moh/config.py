@@ -219,6 +219,7 @@ class TrainerConfig:
     parallel: str = "ddp"  # ddp (a copy on each process) | fsdp (sharded over them)
     activation_checkpointing: bool = False
     checkpoint_every: int = 0  # samples; 0: at the end only
+    keep_at: list[int] = field(default_factory=list)  # samples whose checkpoint is never dropped
     log_every: int = 20  # updates
     threads: int | None = None  # CPU threads; null: PyTorch's own choice
     device: str = "auto"  # auto | cpu | cuda
@@ -284,6 +285,8 @@ class Config:
     # For mode=eval: a file, a folder, or "pretrained"; null: the run's own newest checkpoint.
     checkpoint: str | None = None
     evaluates: str | None = None  # where the weights come from that an experiment is there to score
+    weights_of: str | None = None  # experiment whose trained run an evaluation takes, same seed
+    weights_at: int | None = None  # samples; null: at the end of that run
     seed: int = 0
     runs_dir: str = "runs"
     results_dir: str = "results"

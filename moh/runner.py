@@ -36,6 +36,7 @@ from moh.config import (
     TrainerConfig,
 )
 from moh.errors import RunError, StoppedError
+from moh.lineage import trained_weights
 from moh.training.signals import stop_at_once
 from moh.validation import validate
 
@@ -85,6 +86,13 @@ NOT_HASHED_IN = (
 
 
 FOLLOW_SECONDS = 600  # that the other machines wait for the first one to prepare a run
+
+NOT_HASHED_IN = (
+    ("trainer", "log_every"),
+    ("trainer", "keep_at"),
+    ("data", "root"),
+    ("eval", "data_root"),
+)
 
 
 def config_hash(config: DictConfig) -> str:
@@ -141,7 +149,7 @@ def run_id(config: DictConfig) -> str:
 
 def scores_given_weights(config: Config | DictConfig) -> bool:
     """True where weights are scored that this run does not train."""
-    return bool(config.mode == "eval" and config.checkpoint is not None)
+    return config.mode == "eval" and config.checkpoint is not None and config.weights_of is None
 
 
 def record_name(config: Config | DictConfig) -> str:
@@ -198,6 +206,11 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
         RunError: it cannot go on; one line for the user. The traceback is in ``error.log``.
     """
     typed = validate(config)
+    # What another experiment trained is named by the configuration: scoring it once is enough.
+    of_ours = typed.weights_of is not None and typed.checkpoint is None
+    if of_ours:
+        config = config.copy()
+        config.checkpoint = typed.checkpoint = str(trained_weights(typed))
     arguments = sys.argv[1:] if arguments is None else arguments
     identity = run_id(config)
     folder = Path(typed.runs_dir) / identity
@@ -213,7 +226,7 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
     with stop_at_once(identity), locked(folder):
-        if typed.mode == "both" and finished(folder):
+        if (typed.mode == "both" or of_ours) and finished(folder):
             publish(folder, Path(typed.results_dir) / "runs" / identity)
             print(f"{identity}: finished before, skipped")
             return

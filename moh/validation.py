@@ -91,6 +91,13 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     if typed.seed < 0:
         raise ValueError(f"seed {typed.seed} must be at least 0")
     _check_checkpoint(typed)
+    if typed.weights_of is not None and typed.mode != "eval":
+        raise ValueError(
+            f"weights_of={typed.weights_of} evaluates what another experiment trained: mode "
+            f"{typed.mode!r} must be 'eval'"
+        )
+    if typed.weights_at is not None and typed.weights_of is None:
+        raise ValueError(f"weights_at {typed.weights_at} needs weights_of=EXPERIMENT")
     _check_batches(typed)
     _check_mixing(typed)
     _check_parts(typed)
@@ -170,6 +177,12 @@ def _check_batches(config: Config) -> None:
             raise ValueError(
                 f"trainer.{key} {value} is not a multiple of trainer.global_batch "
                 f"{trainer.global_batch}; nearest: {allowed}"
+            )
+    for value in trainer.keep_at:
+        if value % trainer.global_batch or not 0 < value <= trainer.samples:
+            raise ValueError(
+                f"trainer.keep_at {value} is not a multiple of trainer.global_batch "
+                f"{trainer.global_batch} up to trainer.samples {trainer.samples}"
             )
     if trainer.threads is not None and trainer.threads < 1:
         raise ValueError(f"trainer.threads {trainer.threads} must be at least 1")

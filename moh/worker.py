@@ -110,6 +110,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     if distribution.is_main():
         write_json(folder / "run.json", record)
     failed, trainer = True, None
+    budget = config.weights_at or config.trainer.samples
     try:
         with RunProgress(identity, config.logger.progress) as progress:
             scored, samples = model, None
@@ -126,7 +127,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
                 scored = gathered(scored, empty)
             record["samples"] = samples
             if not given:
-                record["share"] = (samples or 0) / config.trainer.samples
+                record["share"] = (samples or 0) / budget
             evaluation: Evaluation | None = None
             takes_part = task.evaluates_together or distribution.is_main()
             if config.mode in ("eval", "both") and takes_part:
@@ -137,7 +138,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         if not distribution.is_main():
             failed = False
             return
-        done = given or (samples or 0) >= config.trainer.samples
+        done = given or (samples or 0) >= budget
         if done and evaluation is not None:
             record["status"] = EVALUATED if given else "finished"
         record["seconds"]["total"] += time.monotonic() - begun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def write_run(
     folder = results_dir / "runs" / name / f"seed{seed}-{config_hash[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     heads = name.rsplit("/", 1)[-1]
-    ratio = 1.0 if heads == "mha" else int(heads.rsplit("_", 1)[-1]) / 100
+    percent = re.search(r"_(\d+)$", heads)
+    ratio = int(percent.group(1)) / 100 if percent else 1.0
     record = {
         "run_id": f"{name}/{folder.name}",
         "name": name,

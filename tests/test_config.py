@@ -8,29 +8,35 @@ import sys
 from pathlib import Path
 
 import pytest
+from composed import EXPERIMENTS, composed, definition, facts_of
 from omegaconf import OmegaConf
 
-from moh.cli import CONF, ROOT, compose_config, compose_jobs, experiments, tables
+from moh.cli import CONF, ROOT, compose_config, compose_jobs, tables
+from moh.reporting.spec import table_names
 from moh.runner import run_id
 from moh.validation import validate
 
-# llm/llama_folder is whatever its folder is: tests/test_llama_folder.py.
-EXPERIMENTS = [name for name in experiments() if name != "llm/llama_folder"]
-
 
 def baseline_of(name: str) -> str | None:
-    """The experiment that a MoH experiment is made from, None for a baseline."""
+    """The experiment that a MoH experiment is made from; None for a baseline, and for one that
+    trains nothing."""
     text = (CONF / "experiment" / f"{name}.yaml").read_text()
     parent = re.search(r"^  - (?!override|_self_)(\S+)$", text, re.MULTILINE)
-    return parent.group(1) if parent else None
+    if parent is None or "override /heads:" not in text or "mode: eval" in text:
+        return None
+    return parent.group(1)
 
 
 PUBLISHED = [name for name in EXPERIMENTS if "/published_" in name]
-PAIRS = [
-    (name, parent)
-    for name in EXPERIMENTS
-    if name not in PUBLISHED and (parent := baseline_of(name))
-]
+PAIRS = [(name, parent) for name in EXPERIMENTS if (parent := baseline_of(name))]
+
+
+def test_every_experiment_with_other_heads_is_in_a_pair():
+    pairs = {name for name, _ in PAIRS}
+    for name in EXPERIMENTS:
+        config = composed(name)
+        mha = config.heads.ratio is config.heads.num_shared is config.heads.top_k is None
+        assert mha or config.mode == "eval" or name in pairs, name
 
 
 def test_every_family_has_pairs():
@@ -40,10 +46,7 @@ def test_every_family_has_pairs():
 
 @pytest.mark.parametrize(("name", "parent"), PAIRS)
 def test_a_pair_differs_in_nothing_but_the_heads(name, parent):
-    moh, mha = (
-        OmegaConf.to_container(compose_config([f"experiment={n}"]), resolve=True)
-        for n in (name, parent)
-    )
+    moh, mha = (OmegaConf.to_container(composed(n), resolve=True) for n in (name, parent))
     assert moh.pop("name") == name
     assert mha.pop("name") == parent
     heads_moh, heads_mha = moh.pop("heads"), mha.pop("heads")
@@ -58,7 +61,7 @@ def test_heads_mha_turns_a_model_into_its_baseline(name, parent):
     switched = compose_config([f"experiment={name}", "heads=mha"])
     if name.startswith("demo/vit/ratio"):
         pytest.skip("the ratio is part of the experiment")
-    assert switched.heads == compose_config([f"experiment={parent}"]).heads
+    assert switched.heads == composed(parent).heads
 
 
 # Published weights and the row of the table whose recipe they are said to follow.
@@ -99,22 +102,38 @@ def test_published_weights_are_scored_as_a_trained_row_is(name):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_is_valid_and_named_after_its_file(name):
-    config = validate(compose_config([f"experiment={name}"]), paths=False)
+def test_every_experiment_is_valid_and_named_after_its_file(name, monkeypatch):
+    # The model is built too, but each baseline once for all experiments.
+    monkeypatch.setattr("moh.validation.check_plan", lambda _: facts_of(name))
+    config = validate(composed(name), paths=False)
     assert config.name == name
 
 
 def test_demo_numbers_cannot_be_taken_for_the_papers():
     for name in EXPERIMENTS:
-        config = compose_config([f"experiment={name}"])
+        config = composed(name)
         assert (config.protocol == "demo") == name.startswith("demo/")
 
 
-def test_rows_and_commands_of_a_table_agree():
-    for name in tables():
-        jobs = compose_jobs([f"table={name}"])
-        rows = OmegaConf.load(ROOT / "experiments" / name / "table.yaml").rows
-        assert {job.name for job in jobs} == {row.experiment for row in rows}
+@pytest.mark.parametrize("name", tables())
+def test_the_command_of_a_table_runs_its_rows_and_seeds(name):
+    table = definition(name)
+    assert not table.spec.command
+    params = OmegaConf.load(CONF / "table" / f"{name}.yaml").hydra.sweeper.params
+    assert re.split(r",\s*", params.experiment.strip()) == table.experiments
+    assert str(params.seed) == ",".join(map(str, range(table.spec.seeds)))
+
+
+def test_a_table_without_a_command_of_its_own_is_run_by_the_entry_point():
+    for name in table_names():
+        if not definition(name).spec.command:
+            assert name in tables()
+
+
+def test_a_table_is_its_rows_times_its_seeds():
+    jobs = compose_jobs(["table=components_vit"])
+    rows = definition("components_vit").experiments
+    assert [(job.name, job.seed) for job in jobs] == [(row, s) for row in rows for s in range(3)]
 
 
 def test_the_run_folder_is_a_function_of_config_and_seed():

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset

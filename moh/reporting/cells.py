@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 MINUS = "\u2212"
 ABSENT = "\u2013"
 PLUS_MINUS = "\u00b1"
+STATE = "State"  # heading of the column that says what was run
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table; ``kind`` is ``baseline``, ``model`` or ``reference``."""
+    """One line of a table.
+
+    Attributes:
+        kind: ``baseline``, ``model``, ``calibration``, ``reference`` or ``section``; of a section
+            the first cell alone is filled, and spans the line.
+        first: False for the further lines of a row that has several.
+    """
 
     id: str
     kind: str
     cells: tuple[Cell, ...]
+    first: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Table:
     Attributes:
         demo: True where the protocol is not the paper's; every rendering says so.
         notes: mark -> footnote; unmarked remarks follow in ``remarks``.
+        command: that runs the table.
+        pinned: columns that are repeated where a narrow terminal folds the table.
     """
 
     name: str
@@ -77,6 +87,8 @@ class Table:
     rows: tuple[Row, ...]
     notes: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    command: str = ""
+    pinned: int = 1
 
     @property
     def protocol_line(self) -> str:

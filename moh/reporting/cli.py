@@ -8,16 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.measure import Measurement
 
 from moh.reporting.figures import samples_figure, sweep_figure
+from moh.reporting.overview import overview, standings, write_overview
 from moh.reporting.records import Records, load_records
-from moh.reporting.render import RENDERERS, to_markdown, to_terminal
+from moh.reporting.render import RENDERERS, to_markdown
 from moh.reporting.report import build_report, sample_grids
 from moh.reporting.results import collect
-from moh.reporting.spec import EXPERIMENTS_DIR, TableDefinition, load_table, table_names
+from moh.reporting.spec import (
+    EXPERIMENTS_DIR,
+    TableDefinition,
+    in_order,
+    load_table,
+    table_names,
+)
 from moh.reporting.style import save_png
 from moh.reporting.tables import build_table
+from moh.reporting.terminal import to_terminal
+from moh.runner import write_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         names = options.tables or table_names(experiments)
         definitions = [load_table(name, experiments) for name in names]
+        if not options.tables:
+            definitions = in_order(definitions)
         _render(definitions, options)
     except ValueError as error:
         print(f"render: {error}", file=sys.stderr)
@@ -48,12 +58,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="render", description="Render tables and the report from the run records."
     )
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help="folders of experiments/; all")
+    parser.add_argument(
+        "tables",
+        nargs="*",
+        metavar="TABLE",
+        help="folders of experiments/; without names all are written and a summary is shown",
+    )
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     parser.add_argument("--experiments-dir", type=Path, default=EXPERIMENTS_DIR)
     parser.add_argument("--format", choices=("terminal", *RENDERERS), default="terminal")
     parser.add_argument(
-        "--no-write", action="store_true", help="print only; write no Markdown to results/tables"
+        "--no-write",
+        action="store_true",
+        help="print only; the terminal's format else writes Markdown to results/tables too",
     )
     parser.add_argument("--report", type=Path, metavar="HTML", help="write the report there")
     parser.add_argument(
@@ -66,19 +83,23 @@ def _render(definitions: Sequence[TableDefinition], options: argparse.Namespace)
     results_dir: Path = options.results_dir
     records = load_records(results_dir)
     console = Console()
-    for definition in definitions:
-        table = build_table(definition, records)
-        if options.format == "terminal":
-            drawn = to_terminal(table)
-            wide = console.options.update(max_width=10_000)
-            console.width = max(console.width, Measurement.get(console, wide, drawn).minimum)
-            console.print(drawn)
-        else:
-            print(RENDERERS[options.format](table))
+    tables = [build_table(definition, records) for definition in definitions]
+    if not options.tables and options.format == "terminal":
+        found = standings(definitions, records)
+        console.print(to_terminal(overview(found), console.width), crop=False)
         if not options.no_write:
-            path = results_dir / "tables" / f"{definition.name}.md"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_markdown(table), encoding="utf-8")
+            write_overview(results_dir / "README.md", found)
+    for table in tables:
+        if options.format != "terminal":
+            print(RENDERERS[options.format](table))
+        elif options.tables:
+            console.print(to_terminal(table, console.width), crop=False)
+            console.print()
+    if options.format == "terminal" and not options.no_write:
+        folder = results_dir / "tables"
+        folder.mkdir(parents=True, exist_ok=True)
+        for table in tables:
+            write_text(folder / f"{table.name}.md", to_markdown(table))
     for problem in records.problems:
         print(f"render: {problem}", file=sys.stderr)
     if options.figures:

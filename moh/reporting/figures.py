@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from moh.reporting.cells import number, spread
+from moh.reporting.comparison import title_of
 from moh.reporting.records import Record
 from moh.reporting.results import RowResult, Score
 from moh.reporting.spec import ColumnSpec, TableDefinition
 from moh.reporting.style import INK, MUTED, OTHER, colour, look, new_figure, spread_apart
-from moh.reporting.tables import title_of
 
 _MAX_POINTS = 400
 _NAMED_RATIOS = ("_50", "_75")  # coloured here as in the other figures
@@ -33,7 +33,8 @@ def sweep_figure(definition: TableDefinition, results: Mapping[str, RowResult]) 
     """Score against activated ratio, MHA as a level line (the paper's Table H as a curve).
 
     Bars and the MHA band are one standard deviation over seeds, where there are two seeds or more;
-    hollow points off the curve are no full runs of the protocol. None without any MoH point.
+    hollow points off the curve are no full runs of the protocol. Squares are the paper's values.
+    None without any MoH point.
     """
     column = score_column(definition)
     if column is None:
@@ -87,11 +88,28 @@ def sweep_figure(definition: TableDefinition, results: Mapping[str, RowResult]) 
                     fontsize=8.5,
                     color=MUTED,
                 )
+        _paper_points(axes, definition, column)
         axes.set_xlabel("activated heads (%)")
         axes.set_ylabel(title_of(column))
         axes.margins(x=0.06, y=0.12)
         _mark_protocol(axes, definition)
         return figure
+
+
+def _paper_points(axes: Axes, definition: TableDefinition, column: ColumnSpec) -> None:
+    """The paper's values at the ratios that it states."""
+    points = []
+    for row in definition.spec.rows:
+        ratio = definition.paper_value(row, "activated_ratio")
+        value = definition.paper_value(row, column.key)
+        if ratio is not None and value is not None and not row.calibration:
+            points.append((ratio, value))
+    if points:
+        xs, ys = zip(*points, strict=True)
+        axes.plot(
+            xs, ys, "s:", color=OTHER, lw=1, ms=5, markerfacecolor="white", label="paper", zorder=2
+        )
+        axes.legend(frameon=False, fontsize=9, labelcolor=MUTED, loc="best")
 
 
 def _level(axes: Axes, label: str, score: Score, column: ColumnSpec) -> None:

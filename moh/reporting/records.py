@@ -143,8 +143,8 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """True where the whole sample budget was trained."""
-        return self.run.get("status") == "finished"
+        """True where the whole sample budget was trained, or given weights were scored."""
+        return self.run.get("status") in ("finished", "evaluated")
 
     @property
     def share(self) -> float:
@@ -165,16 +165,18 @@ class Record:
             value = value[key]
         return value
 
-    @cached_property
-    def changes(self) -> tuple[str, ...]:
+    def changes(self, needed: Sequence[str] = ()) -> tuple[str, ...]:
         """Overrides that make this another protocol than the experiment's own.
 
         Heads count as a change unless the run took a name of its own from them.
+
+        Args:
+            needed: keys that the experiment cannot do without.
         """
         overrides = [str(item) for item in self.run.get("overrides") or ()]
         pairs = {item.lstrip("+~").partition("=")[0]: item for item in overrides}
         experiment = pairs.get("experiment", "").partition("=")[2]
-        neutral = _NEUTRAL_KEYS if experiment == self.name else (*_NEUTRAL_KEYS, "heads")
+        neutral = (*_NEUTRAL_KEYS, *needed, *([] if experiment == self.name else ["heads"]))
         return tuple(
             item
             for key, item in pairs.items()
@@ -184,7 +186,7 @@ class Record:
     @property
     def configuration(self) -> str:
         """Equal for runs that differ in nothing but the seed."""
-        return str(self.run.get("config_hash") or f"{self.protocol} {self.changes}")
+        return str(self.run.get("config_hash") or f"{self.protocol} {self.changes()}")
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:

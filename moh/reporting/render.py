@@ -1,4 +1,4 @@
-"""A table as Markdown, HTML, LaTeX (booktabs) or for the terminal (rich)."""
+"""A table as Markdown, HTML or LaTeX (booktabs); for the terminal see ``terminal.py``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 from jinja2 import Environment, PackageLoader
-from rich import box
-from rich.console import Group
-from rich.table import Table as RichTable
-from rich.text import Text
 
-from moh.reporting.cells import Cell, Heading, Table
+from moh.reporting.cells import Cell, Heading, Row, Table
 
 _MARKDOWN_SPECIAL = "\\`*_{}[]<>#|~$&"
 _LATEX_SPECIAL = {
@@ -35,8 +31,12 @@ _LATEX_SPECIAL = {
     "\u00d7": r"$\times$",
     "\u2191": r"$\uparrow$",
     "\u2193": r"$\downarrow$",
+    "\u2248": r"$\approx$",
+    "\u25b2": r"$\bigtriangleup$",
+    "\u25bc": r"$\bigtriangledown$",
+    "\u25cb": r"$\circ$",
 }
-_TERMINAL_STYLES = {"better": "green", "worse": "red", "even": "", "warn": "yellow", "": ""}
+_FULL_PAGE = 8  # columns of LaTeX from which a table takes the width of both columns of a page
 
 
 @cache
@@ -79,16 +79,17 @@ def to_markdown(table: Table) -> str:
         _pipes(heading(item) for item in table.headings),
         _pipes("---:" if item.numeric else ":---" for item in table.headings),
     ]
-    lines += [_pipes(cell(item) for item in row.cells) for row in table.rows]
+    for row in table.rows:
+        if row.kind == "section":
+            first, *others = row.cells
+            lines.append(_pipes([f"**{escape_markdown(first.text)}**", *("" for _ in others)]))
+        else:
+            lines.append(_pipes(cell(item) for item in row.cells))
     for mark, text in table.notes.items():
         lines += ["", f"<sup>{mark}</sup> {escape_markdown(text)}"]
     for remark in table.remarks:
         lines += ["", escape_markdown(remark)]
-    lines += [
-        "",
-        f"Run: `python -m moh table={table.name}`. Render: `make table-{table.name}`.",
-        "",
-    ]
+    lines += ["", f"Run: `{table.command}`. Render: `make table-{table.name}`.", ""]
     return "\n".join(lines)
 
 
@@ -114,59 +115,39 @@ def to_latex(table: Table) -> str:
         else:
             first.append(" & " * (size - 1))
         start += size
+    wide = len(table.headings) > _FULL_PAGE
+    environment = "table*" if wide else "table"
     lines = [
-        "% Needs \\usepackage{booktabs}.",
-        r"\begin{table}",
+        f"% {table.name}; needs \\usepackage{{booktabs}}{' and {graphicx}' if wide else ''}.",
+        rf"\begin{{{environment}}}",
         r"\centering",
         rf"\caption{{{escape_latex(_caption(table))}}}",
         rf"\label{{tab:{table.name}}}",
+        *([r"\resizebox{\textwidth}{!}{%"] if wide else []),
         rf"\begin{{tabular}}{{{align}}}",
         r"\toprule",
     ]
     if rules:
         lines += [" & ".join(first) + r" \\", "".join(rules)]
     lines += [" & ".join(map(cell, table.headings)) + r" \\", r"\midrule"]
-    lines += [" & ".join(map(cell, row.cells)) + r" \\" for row in table.rows]
-    lines += [r"\bottomrule", r"\end{tabular}"]
+    for index, row in enumerate(table.rows):
+        lines += _latex_row(row, table.rows[index - 1] if index else None, cell)
+    lines += [r"\bottomrule", r"\end{tabular}" + ("}" if wide else "")]
     for mark, text in table.notes.items():
         lines += ["", rf"\footnotesize \textsuperscript{{{mark}}} {escape_latex(text)}"]
     for remark in table.remarks:
         lines += ["", rf"\footnotesize {escape_latex(remark)}"]
-    return "\n".join([*lines, r"\end{table}", ""])
+    return "\n".join([*lines, rf"\end{{{environment}}}", ""])
 
 
-def to_terminal(table: Table) -> Group:
-    """A rich renderable; verdicts stay readable without colour."""
-    heads = [
-        Text(f"{heading.group}\n" if heading.group else "").append(
-            _terminal_cell(Cell(heading.text, notes=heading.notes))
-        )
-        for heading in table.headings
-    ]
-    body = [[_terminal_cell(cell) for cell in row.cells] for row in table.rows]
-    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for heading, *column in zip(heads, *body, strict=True):
-        # A number cut to fit a narrow terminal would be another number.
-        widest = max(line.cell_len for text in (heading, *column) for line in text.split())
-        drawn.add_column(heading, min_width=widest, no_wrap=True)
-    for heading, drawn_column in zip(table.headings, drawn.columns, strict=True):
-        drawn_column.justify = "right" if heading.numeric else "left"
-    for row, texts in zip(table.rows, body, strict=True):
-        drawn.add_row(*texts, style="italic" if row.kind == "reference" else None)
-    parts: list[Text | RichTable] = [Text(table.title, style="bold")]
-    if table.protocol_line:
-        parts.append(Text(table.protocol_line, style="yellow"))
-    parts.append(drawn)
-    parts += [Text(f"[{mark}] {text}", style="dim") for mark, text in table.notes.items()]
-    parts += [Text(remark, style="dim") for remark in table.remarks]
-    return Group(*parts)
-
-
-def _terminal_cell(cell: Cell) -> Text:
-    text = Text(cell.plain, style=_TERMINAL_STYLES[cell.tone])
-    if cell.notes:
-        text.append(f" [{','.join(cell.notes)}]", style="dim")
-    return text
+def _latex_row(row: Row, above: Row | None, cell: Callable[[Cell], str]) -> list[str]:
+    """A line of the table, with what sets it apart from the one above."""
+    if row.kind == "section":
+        title = escape_latex(row.cells[0].text)
+        title = rf"\multicolumn{{{len(row.cells)}}}{{l}}{{\textit{{{title}}}}}"
+        return [*([r"\midrule"] if above else []), title + r" \\"]
+    stacked = row.first and above is not None and not above.first
+    return [*([r"\addlinespace"] if stacked else []), " & ".join(map(cell, row.cells)) + r" \\"]
 
 
 RENDERERS: dict[str, Callable[[Table], str]] = {

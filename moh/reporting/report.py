@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moh.reporting.cells import Cell, Table
+from moh.reporting.comparison import find_gap, gap_cell, score_cell, title_of
 from moh.reporting.figures import score_column, sweep_figure, training_figure
 from moh.reporting.head_figures import load_by_group, load_by_layer
+from moh.reporting.overview import overview, standings
 from moh.reporting.provenance_view import Provenance, provenance
 from moh.reporting.records import Record, Records, load_records
 from moh.reporting.render import environment, to_html, to_latex
 from moh.reporting.results import RowResult, collect
 from moh.reporting.spec import EXPERIMENTS_DIR, TableDefinition, load_table
 from moh.reporting.style import png_uri, svg_uri
-from moh.reporting.tables import build_table, find_gap, gap_cell, score_cell, title_of
+from moh.reporting.tables import build_table
 
 _CARD_ROWS = 6
 
@@ -64,6 +66,7 @@ class Section:
 
     name: str
     family: str
+    short: str
     title: str
     table: Table
     html: str
@@ -99,8 +102,10 @@ def build_report(
         for definition, results in zip(definitions, collected, strict=True)
     ]
     page = environment().get_template("report.html.j2")
+    paper = [definition for definition in definitions if definition.spec.protocol == "paper"]
     text = page.render(
         sections=sections,
+        overview=to_html(overview(standings(paper, records))) if paper else "",
         demo=any(section.table.demo for section in sections),
         only_demo=all(section.table.demo for section in sections),
         provenance=_provenance(collected),
@@ -136,21 +141,24 @@ def _section(
         "head_load": _head_load,
         "samples": _samples,
     }
+    # Of the paper's tables, mere places of what was not run would bury what was.
+    drawn = table.demo or any(result.runs for result in results.values())
     shown = {heading.group or heading.text for heading in table.headings}
     abouts = {
         column.header: column.about
         for column in spec.columns
-        if column.about and title_of(column) in shown
+        if column.about and shown & {title_of(column), column.header}
     }
     return Section(
         name=definition.name,
         family=spec.family,
-        title=spec.title,
+        short=spec.paper or spec.title,
+        title=table.title,
         table=table,
         html=to_html(table),
         latex=to_latex(table),
-        card=_card(definition, results),
-        figures=tuple(makers[name](definition, results) for name in spec.figures),
+        card=_card(definition, results) if drawn else None,
+        figures=tuple(makers[name](definition, results) for name in spec.figures if drawn),
         abouts=abouts,
     )
 

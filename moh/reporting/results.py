@@ -115,11 +115,10 @@ class RowResult:
         Raises:
             ValueError: a unit or a direction that contradicts the column's.
         """
-        assert column.metric is not None
         found = {
-            run.seed: run.metrics[column.metric]
+            run.seed: metric
             for run in self.runs
-            if column.metric in run.metrics
+            if (metric := _metric(run, column, self.row)) is not None
         }
         if not found:
             return None
@@ -142,7 +141,8 @@ def collect(definition: TableDefinition, records: Records) -> dict[str, RowResul
     """Results of every row, by row id, judged against the paper where it states a value."""
     results = {}
     for row in definition.spec.rows:
-        result = _select(row, records.of(row.experiment), definition)
+        runs = records.of(row.experiment) if row.experiment else []
+        result = _select(row, runs, definition)
         results[row.id] = _judge(result, definition)
     return results
 
@@ -177,10 +177,12 @@ def _select(row: RowSpec, runs: Sequence[Record], definition: TableDefinition) -
         state = State("blocked", row.blocked) if row.blocked else State("not run")
         return RowResult(row, (), state)
 
+    needed = [*row.needs, *(["checkpoint"] if row.calibration else [])]
+
     def rank(group: list[Record]) -> tuple[bool, bool, bool, str]:
         return (
             group[0].protocol == spec.protocol,
-            not group[0].changes,
+            not group[0].changes(needed),
             any(run.finished for run in group),
             max(run.ended for run in group),
         )
@@ -200,10 +202,13 @@ def _select(row: RowSpec, runs: Sequence[Record], definition: TableDefinition) -
     for seed in sorted(by_seed.keys() - used.keys()):
         remarks.append(f"{row.label}: seed {seed} is partial and left out of the mean")
     picked = tuple(used[seed] for seed in sorted(used))
-    return RowResult(row, picked, _state(picked, spec.protocol, spec.seeds), tuple(remarks))
+    # An evaluation of given weights has no seed worth repeating.
+    seeds = 1 if row.calibration else spec.seeds
+    state = _state(picked, spec.protocol, seeds, picked[0].changes(needed))
+    return RowResult(row, picked, state, tuple(remarks))
 
 
-def _state(runs: Sequence[Record], protocol: str, seeds: int) -> State:
+def _state(runs: Sequence[Record], protocol: str, seeds: int, changes: Sequence[str]) -> State:
     trained = f"{100 * min(run.share for run in runs):.0f} %"
     if runs[0].protocol == "smoke" != protocol:
         return State("smoke", "" if runs[0].finished else trained)
@@ -213,8 +218,8 @@ def _state(runs: Sequence[Record], protocol: str, seeds: int) -> State:
         return State("partial", trained)
     if not any(run.metrics for run in runs):
         return State("partial", "trained, not evaluated")
-    if runs[0].changes:
-        return State("changed", ", ".join(runs[0].changes))
+    if changes:
+        return State("changed", ", ".join(changes))
     detail = f"{len(runs)} of {seeds} seeds" if len(runs) < seeds else ""
     return State("demo" if protocol == "demo" else "done", detail)
 
@@ -227,7 +232,7 @@ def _judge(result: RowResult, definition: TableDefinition) -> RowResult:
     for column in definition.spec.columns:
         if column.metric is None:
             continue
-        paper = definition.paper_value(result.row, column.metric)
+        paper = definition.paper_value(result.row, column.key)
         tolerance = definition.tolerance(result.row, column)
         score = result.score(column)
         if paper is not None and tolerance is not None and score is not None:
@@ -237,6 +242,39 @@ def _judge(result: RowResult, definition: TableDefinition) -> RowResult:
         return result
     state = State("matched" if all(hits) else "off", result.state.detail)
     return replace(result, state=state)
+
+
+def _metric(run: Record, column: ColumnSpec, row: RowSpec) -> Metric | None:
+    """A run's value of a column: recorded, the mean of recorded ones, or of its head load."""
+    if column.head_load is not None:
+        return _last_layer(run, column.head_load)
+    if not column.mean_of:
+        return run.metrics.get(column.metric or "")
+    parts = [run.metrics[name] for name in column.mean_of if name in run.metrics]
+    if len(parts) < len(column.mean_of):
+        return None
+    factors = [_factor(column, part, row) for part in parts]
+    errors = [
+        part.stderr * factor
+        for part, factor in zip(parts, factors, strict=True)
+        if part.stderr is not None
+    ]
+    return Metric(
+        value=statistics.fmean(p.value * f for p, f in zip(parts, factors, strict=True)),
+        unit=column.unit,
+        # The benchmarks' items are independent of each other.
+        stderr=math.hypot(*errors) / len(parts) if len(errors) == len(parts) else None,
+        marks=tuple(dict.fromkeys(mark for part in parts for mark in part.marks)),
+    )
+
+
+def _last_layer(run: Record, part: str) -> Metric | None:
+    """Least, mean or largest head load of the last routed layer."""
+    if run.head_load is None:
+        return None
+    loads = run.head_load.overall[-1]
+    of = {"min": min(loads), "mean": statistics.fmean(loads), "max": max(loads)}
+    return Metric(of[part])
 
 
 def _factor(column: ColumnSpec, metric: Metric, row: RowSpec) -> float:

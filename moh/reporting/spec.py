@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +12,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moh.errors import nearest
+from moh.reporting.stored import ModelFacts, PaperValue, load_models, load_paper
 
 EXPERIMENTS_DIR = Path(__file__).resolve().parents[2] / "experiments"
 DIRECTIONS = {"higher": 1, "lower": -1, "none": 0}
 FIGURES = ("sweep", "training_curves", "head_load", "samples")
-_PAPER_FIELDS = ("row_id", "metric", "value", "source", "note")
+LAYOUTS = ("wide", "stacked")
+FAMILIES = ("ViT", "DiT", "LLM")  # in the paper's order
 
 
 @dataclass
@@ -25,10 +27,14 @@ class RowSpec:
 
     id: str = MISSING
     label: str = MISSING
-    experiment: str = MISSING  # run name
+    experiment: str | None = None  # run name; null: nothing that is run by the entry point
+    section: str = ""  # rows in a row with the same one stand under it
+    calibration: bool = False  # published weights through our evaluators: no gap, no row of ours
     baseline: bool = False
     versus: str | None = None  # id of its baseline; null: the nearest baseline row above
     blocked: str | None = None  # why it cannot be run
+    alone: bool = False  # run by its own command, not with the table; so are published weights
+    needs: list[str] = field(default_factory=list)  # overrides that are no change of protocol here
     tolerance: dict[str, float] = field(default_factory=dict)  # instead of the columns' own
 
 
@@ -38,6 +44,10 @@ class ColumnSpec:
 
     header: str = MISSING
     metric: str | None = None
+    mean_of: list[str] = field(default_factory=list)  # metrics whose mean the metric is
+    head_load: str | None = (
+        None  # of the last routed layer's head load the metric is min | mean | max
+    )
     field: str | None = None  # dotted path
     unit: str = ""  # shown; "%" of a plain number is 100 times it, "M" a millionth
     decimals: int = 0
@@ -45,8 +55,14 @@ class ColumnSpec:
     gap: bool = False  # with a column for the difference to the baseline
     spread: str = "sd"  # sd (over seeds) | stderr (over evaluated items)
     tolerance: float | None = None  # |ours - paper| that still counts as matched
+    tolerance_percent: float | None = None  # the same as a share of the paper's value
     optional: bool = False  # left out while no run has it
     about: str = ""  # what is measured, for the notes of the report
+
+    @property
+    def key(self) -> str:
+        """What names the column in ``paper.csv``: its metric, or its field."""
+        return self.metric or self.field or ""
 
 
 @dataclass
@@ -64,6 +80,9 @@ class TableSpec:
 
     title: str = MISSING
     caption: str = ""
+    paper: str = ""  # what it is in the paper ("Table 1"); empty: not of the paper
+    layout: str = "wide"  # wide: a line a row | stacked: paper, ours and gaps below each other
+    command: str = ""  # that runs it; empty: python -m moh table=NAME
     protocol: str = "paper"  # paper | demo
     family: str = MISSING
     seeds: int = 1  # wanted for each row
@@ -76,25 +95,39 @@ class TableSpec:
 
 
 @dataclass(frozen=True)
-class PaperValue:
-    """A value that the paper prints, or None where it prints none."""
-
-    value: float | None
-    source: str
-    note: str
-
-
-@dataclass(frozen=True)
 class TableDefinition:
-    """A table's own name, its specification and the paper's values for it."""
+    """A table's own name, its specification and what is known without a run.
+
+    Attributes:
+        paper: (row id, metric or field) -> the paper's value.
+        models: experiment -> sizes of its model.
+    """
 
     name: str
     spec: TableSpec
-    paper: Mapping[tuple[str, str], PaperValue]  # (row id, metric)
+    paper: Mapping[tuple[str, str], PaperValue]
+    models: Mapping[str, ModelFacts] = field(default_factory=dict)
+
+    @property
+    def experiments(self) -> list[str]:
+        """What the table's command runs."""
+        rows = [row for row in self.spec.rows if not (row.calibration or row.alone)]
+        return list(dict.fromkeys(row.experiment for row in rows if row.experiment))
+
+    @property
+    def command(self) -> str:
+        """What a user types to run it."""
+        return self.spec.command or f"python -m moh table={self.name}"
+
+    @property
+    def common_note(self) -> str:
+        """A note that all the paper's values of the table have; empty if they differ."""
+        notes = {entry.note for entry in self.paper.values()}
+        return notes.pop() if len(notes) == 1 and len(self.paper) > 1 else ""
 
     def baseline_of(self, row: RowSpec) -> RowSpec | None:
-        """The row that ``row`` is compared with; None for a baseline itself."""
-        if row.baseline:
+        """The row that ``row`` is compared with; None for a baseline and published weights."""
+        if row.baseline or row.calibration:
             return None
         if row.versus is not None:
             return next(other for other in self.spec.rows if other.id == row.versus)
@@ -107,13 +140,38 @@ class TableDefinition:
         return None if entry is None else entry.value
 
     def tolerance(self, row: RowSpec, column: ColumnSpec) -> float | None:
-        """Stored tolerance of one cell; None where nobody stored one."""
-        return row.tolerance.get(column.metric or "", column.tolerance)
+        """Stored tolerance of one cell, in the column's unit; None where nobody stored one."""
+        if column.key in row.tolerance:
+            return row.tolerance[column.key]
+        paper = self.paper_value(row, column.key)
+        if column.tolerance_percent is not None and paper is not None:
+            return abs(paper) * column.tolerance_percent / 100
+        return column.tolerance
 
 
 def table_names(experiments_dir: Path = EXPERIMENTS_DIR) -> list[str]:
     """Names of all tables, sorted."""
     return sorted(path.parent.name for path in experiments_dir.glob("*/table.yaml"))
+
+
+def in_order(definitions: Iterable[TableDefinition]) -> list[TableDefinition]:
+    """Tables in the order of the paper (Table 1, ..., Table A, ..., Figure 1, ...), then others."""
+
+    def place(definition: TableDefinition) -> tuple[bool, bool, bool, int, str, int, str]:
+        spec = definition.spec
+        kind, number = (*spec.paper.split(), "", "")[:2]
+        digits = "".join(itertools.takewhile(str.isdigit, number))
+        return (
+            not kind,
+            kind != "Table",
+            not digits,
+            int(digits or 0),
+            number,
+            FAMILIES.index(spec.family) if spec.family in FAMILIES else len(FAMILIES),
+            definition.name,
+        )
+
+    return sorted(definitions, key=place)
 
 
 def load_table(name: str, experiments_dir: Path = EXPERIMENTS_DIR) -> TableDefinition:
@@ -135,14 +193,21 @@ def load_table(name: str, experiments_dir: Path = EXPERIMENTS_DIR) -> TableDefin
         raise ValueError(f"{name}/table.yaml: {' '.join(str(error).split())}") from None
     assert isinstance(spec, TableSpec)
     _check(name, spec)
-    definition = TableDefinition(name, spec, _load_paper(path.with_name("paper.csv"), spec))
-    return definition
+    paper = load_paper(
+        path.with_name("paper.csv"),
+        {row.id for row in spec.rows},
+        {column.key: column.unit for column in spec.columns},
+    )
+    models = load_models(experiments_dir / "models.csv")
+    return TableDefinition(name, spec, paper, models)
 
 
 def _check(name: str, spec: TableSpec) -> None:
     where = f"{name}/table.yaml"
     ids = [row.id for row in spec.rows]
     metrics = [column.metric for column in spec.columns if column.metric]
+    if spec.layout not in LAYOUTS:
+        raise ValueError(f"{where}: layout {spec.layout!r} is not one of {', '.join(LAYOUTS)}")
     for kind, values in (("row id", ids), ("metric", metrics)):
         repeated = sorted({value for value in values if values.count(value) > 1})
         if repeated:
@@ -152,6 +217,8 @@ def _check(name: str, spec: TableSpec) -> None:
             raise ValueError(
                 f"{where}: row {row.id} is compared with {row.versus}, not one of {ids}"
             )
+        if row.experiment is None and not row.blocked:
+            raise ValueError(f"{where}: row {row.id} has no experiment and does not say why")
     for column in spec.columns:
         if (column.metric is None) == (column.field is None):
             raise ValueError(f"{where}: column {column.header!r} needs either metric or field")
@@ -164,6 +231,8 @@ def _check(name: str, spec: TableSpec) -> None:
             raise ValueError(f"{where}: column {column.header!r} has a gap but no direction")
         if column.spread not in ("sd", "stderr"):
             raise ValueError(f"{where}: spread {column.spread!r} is neither sd nor stderr")
+        if column.head_load not in (None, "min", "mean", "max"):
+            raise ValueError(f"{where}: head_load {column.head_load!r} is not min, mean or max")
     for reference in spec.references:
         if reference.column not in metrics:
             raise ValueError(
@@ -172,29 +241,3 @@ def _check(name: str, spec: TableSpec) -> None:
     for figure in spec.figures:
         if figure not in FIGURES:
             raise ValueError(f"{where}: figure {figure!r} is not one of {', '.join(FIGURES)}")
-
-
-def _load_paper(path: Path, spec: TableSpec) -> dict[tuple[str, str], PaperValue]:
-    if not path.is_file():
-        return {}
-    ids = {row.id for row in spec.rows}
-    metrics = {column.metric for column in spec.columns if column.metric}
-    where = f"{path.parent.name}/paper.csv"
-    values: dict[tuple[str, str], PaperValue] = {}
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in _PAPER_FIELDS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{where}: no column {', '.join(missing)}")
-        for line in reader:
-            key = (line["row_id"], line["metric"])
-            if key[0] not in ids or key[1] not in metrics:
-                raise ValueError(f"{where}: {key[0]}, {key[1]} is no row and metric of the table")
-            if key in values:
-                raise ValueError(f"{where}: {key[0]}, {key[1]} appears more than once")
-            try:
-                number = float(line["value"]) if line["value"].strip() else None
-            except ValueError:
-                raise ValueError(f"{where}: {line['value']!r} of {key[0]} is no number") from None
-            values[key] = PaperValue(number, line["source"] or "", line["note"] or "")
-    return values

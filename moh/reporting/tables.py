@@ -1,40 +1,43 @@
-"""From a table definition and the records to a table ready to be rendered."""
+"""From a table definition and the records to a table ready to be rendered.
+
+Two layouts: *wide* has a line a row and the paper's value, ours and the gaps beside each other;
+*stacked* has a column a metric and these below each other, for tables of many metrics.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moh.reporting.cells import ABSENT, PLUS_MINUS, Cell, Heading, Row, Table, number, spread
-from moh.reporting.records import Records
-from moh.reporting.results import Gap, RowResult, Score, State, collect, compare, scale
-from moh.reporting.spec import ColumnSpec, RowSpec, TableDefinition
-
-_ARROWS = {"higher": "\u2191", "lower": "\u2193", "none": ""}
-# run.json fields whose recorded unit is not "a plain number".
-_FIELD_UNITS = {"seconds": "s", "peak_memory_mib": "MiB"}
-_ONE_SEED = (
-    "One seed: the gap has no spread yet, and seeds alone may differ by as much. "
-    "More seeds turn it into a measured difference."
+from moh.reporting.cells import ABSENT, PLUS_MINUS, STATE, Cell, Heading, Row, Table, number
+from moh.reporting.comparison import (
+    Notes,
+    compare_all,
+    field_cell,
+    has_paper,
+    kind_of,
+    sentence,
+    state_cell,
+    title_of,
 )
-_ITEM_ERROR = "se: standard error over the evaluated items; sd needs two seeds."
-_UNPAIRED = "No common seed with the baseline: difference of the means, without a spread."
+from moh.reporting.records import Records
+from moh.reporting.results import RowResult, collect
+from moh.reporting.spec import ColumnSpec, TableDefinition
+from moh.reporting.stacked import LEGEND, MARKS, stacked
 
-
-class _Notes:
-    """Footnotes in order of first use, marked a, b, c, ..."""
-
-    def __init__(self) -> None:
-        self._marks: dict[str, str] = {}
-
-    def mark(self, text: str) -> str:
-        index = len(self._marks)
-        letters = chr(ord("a") + index % 26) * (1 + index // 26)
-        return self._marks.setdefault(text, letters)
-
-    def texts(self) -> dict[str, str]:
-        return {mark: text for text, mark in self._marks.items()}
+CALIBRATION = "Published weights, evaluated here"
+_CALIBRATION_NOTE = (
+    f"{CALIBRATION}: what our evaluators make of the authors' weights, one command a row "
+    "(python -m moh experiment=NAME checkpoint=...). An evaluation that measures otherwise shows "
+    "here; these rows enter no gap and are no training of ours."
+)
+_LINES = {
+    "paper": "paper",
+    "paper_gap": "paper's gap",
+    "ours": "ours",
+    "delta": "delta",
+    "gap": "our gap",
+}
 
 
 def build_table(definition: TableDefinition, records: Records) -> Table:
@@ -46,32 +49,86 @@ def build_table(definition: TableDefinition, records: Records) -> Table:
     spec = definition.spec
     results = collect(definition, records)
     columns = [column for column in spec.columns if _shown(column, results, definition)]
-    notes = _Notes()
-    rows = []
-    for row in spec.rows:
-        cells = [Cell(row.label)]
-        for column in columns:
-            cells.extend(_cells(definition, column, row, results, notes))
-        state = results[row.id].state
-        cells.append(Cell(str(state), tone="" if state.complete else "warn"))
-        rows.append(Row(row.id, "baseline" if row.baseline else "model", tuple(cells)))
-    headings = [Heading("Model", numeric=False)]
-    for column in columns:
-        headings.extend(_headings(definition, column))
-    headings.append(Heading("State", numeric=False))
-    headings, rows = _raise_notes(headings, rows)
-    rows.extend(_reference_rows(definition, columns, results, notes, len(headings)))
+    notes = Notes()
+    layout = stacked if spec.layout == "stacked" else _wide
+    headings, rows = layout(definition, columns, results, notes)
+    rows = _with_sections(definition, rows, len(headings))
     remarks = [remark for result in results.values() for remark in result.remarks]
+    remarks += [sentence(note) for note in (definition.common_note,) if note]
+    if any(cell.word in MARKS.values() for row in rows for cell in row.cells):
+        remarks.append(LEGEND)
+    sources = dict.fromkeys(entry.source for entry in definition.paper.values() if entry.source)
+    if sources:
+        remarks.insert(0, f"Paper's values: {'; '.join(sources)}.")
+    if any(row.calibration for row in spec.rows):
+        remarks.insert(0, _CALIBRATION_NOTE)
     return Table(
         name=definition.name,
-        title=spec.title,
+        title=f"{spec.paper}: {spec.title}" if spec.paper else spec.title,
         caption=spec.caption,
         demo=spec.protocol != "paper",
         headings=tuple(headings),
         rows=tuple(rows),
         notes=notes.texts(),
         remarks=tuple(remarks),
+        command=definition.command,
+        pinned=2 if spec.layout == "stacked" else 1,
     )
+
+
+def _shown(column: ColumnSpec, results: dict[str, RowResult], definition: TableDefinition) -> bool:
+    if not column.optional:
+        return True
+    if column.field is not None:
+        return any(run.get(column.field) is not None for r in results.values() for run in r.runs)
+    return any(result.score(column) for result in results.values()) or has_paper(definition, column)
+
+
+def _wide(
+    definition: TableDefinition,
+    columns: Sequence[ColumnSpec],
+    results: dict[str, RowResult],
+    notes: Notes,
+) -> tuple[list[Heading], list[Row]]:
+    rows = []
+    for row in definition.spec.rows:
+        label, found = compare_all(definition, columns, row, results, notes)
+        cells = [label]
+        for column in columns:
+            if column.field is not None:
+                cells.append(field_cell(definition, column, results[row.id]))
+                continue
+            cells += [getattr(found[column.key], part) for part in _parts(definition, column)]
+        cells.append(state_cell(results[row.id].state, notes))
+        rows.append(Row(row.id, kind_of(row), tuple(cells)))
+    headings = [Heading("Model", numeric=False)]
+    for column in columns:
+        headings.extend(_headings(definition, column))
+    headings.append(Heading(STATE, numeric=False))
+    headings, rows = _raise_notes(headings, rows)
+    rows.extend(_reference_rows(definition, columns, results, notes, len(headings)))
+    return headings, rows
+
+
+def _parts(definition: TableDefinition, column: ColumnSpec) -> list[str]:
+    """Fields of a comparison that stand beside each other for one metric."""
+    if not has_paper(definition, column):
+        return ["ours", "gap"] if column.gap else ["ours"]
+    return ["paper", "ours", "delta"] + (["paper_gap", "gap"] if column.gap else [])
+
+
+def _headings(definition: TableDefinition, column: ColumnSpec) -> list[Heading]:
+    title = title_of(column)
+    if column.field is not None:
+        return [Heading(title)]
+    around = f"{PLUS_MINUS} {'sd' if column.spread == 'sd' else 'se'} (n)"
+    if has_paper(definition, column):
+        parts = _parts(definition, column)
+        texts = [f"ours {around}" if part == "ours" else _LINES[part] for part in parts]
+        return [Heading(text, title) for text in texts]
+    baselines = [row.label for row in definition.spec.rows if row.baseline]
+    gap = [f"gap to {baselines[0] if len(baselines) == 1 else 'baseline'}"] if column.gap else []
+    return [Heading(text, title) for text in (f"mean {around}", *gap)]
 
 
 def _raise_notes(headings: list[Heading], rows: list[Row]) -> tuple[list[Heading], list[Row]]:
@@ -89,184 +146,30 @@ def _raise_notes(headings: list[Heading], rows: list[Row]) -> tuple[list[Heading
     return raised, lines
 
 
-def _shown(column: ColumnSpec, results: dict[str, RowResult], definition: TableDefinition) -> bool:
-    if not column.optional:
-        return True
-    if column.field is not None:
-        return any(run.get(column.field) is not None for r in results.values() for run in r.runs)
-    return any(result.score(column) for result in results.values()) or _has_paper(
-        definition, column
-    )
-
-
-def _has_paper(definition: TableDefinition, column: ColumnSpec) -> bool:
-    return any(metric == column.metric for _, metric in definition.paper)
-
-
-def title_of(column: ColumnSpec) -> str:
-    """Header with unit and the direction of better."""
-    unit = f" ({column.unit})" if column.unit else ""
-    arrow = _ARROWS[column.direction]
-    return f"{column.header}{unit}{' ' + arrow if arrow else ''}"
-
-
-def _headings(definition: TableDefinition, column: ColumnSpec) -> list[Heading]:
-    title = title_of(column)
-    if column.metric is None:
-        return [Heading(title)]
-    kind = f"{'sd' if column.spread == 'sd' else 'se'} (n)"
-    if _has_paper(definition, column):
-        texts = ["paper", f"ours {PLUS_MINUS} {kind}", "delta"]
-        if column.gap:
-            texts += ["paper's gap", "our gap"]
-        return [Heading(text, title) for text in texts]
-    baselines = [row.label for row in definition.spec.rows if row.baseline]
-    gap = [f"gap to {baselines[0] if len(baselines) == 1 else 'baseline'}"] if column.gap else []
-    return [Heading(text, title) for text in (f"mean {PLUS_MINUS} {kind}", *gap)]
-
-
-def _cells(
-    definition: TableDefinition,
-    column: ColumnSpec,
-    row: RowSpec,
-    results: dict[str, RowResult],
-    notes: _Notes,
-) -> list[Cell]:
-    result = results[row.id]
-    if column.field is not None:
-        return [_field_cell(column, result)]
-    score = result.score(column)
-    ours = Cell()
-    if score is not None:
-        marks = tuple(notes.mark(_sentence(mark)) for mark in score.marks)
-        ours = replace(score_cell(column, score, result.state), notes=marks)
-    gap = _gap_cell(definition, column, row, results, notes)
-    if not _has_paper(definition, column):
-        return [ours, gap] if column.gap else [ours]
-    assert column.metric is not None
-    paper = definition.paper_value(row, column.metric)
-    cells = [_paper_cell(definition, column, row, notes), ours]
-    if paper is None or score is None or not result.state.complete:
-        cells.append(Cell())
-    else:
-        cells.append(Cell(number(score.mean - paper, column.decimals, signed=True)))
-    if column.gap:
-        cells += [_paper_gap_cell(definition, column, row), gap]
-    return cells
-
-
-def _field_cell(column: ColumnSpec, result: RowResult) -> Cell:
-    assert column.field is not None
-    values = [run.get(column.field) for run in result.runs]
-    known = [float(value) for value in values if value is not None]
-    if not known:
-        return Cell()
-    unit = _FIELD_UNITS.get(column.field.split(".")[0], "")
-    mean = sum(known) / len(known) * scale(unit, column.unit)
-    return Cell(number(mean, column.decimals))
-
-
-def score_cell(column: ColumnSpec, score: Score, state: State) -> Cell:
-    """A score with its spread and seeds; one that is not complete says so beside the number."""
-    if column.spread == "stderr":
-        around = "" if score.stderr is None else spread(score.stderr, column.decimals)
-    else:
-        around = "" if score.sd is None else spread(score.sd, column.decimals)
-    # Overrides may be many: they stay in the state column.
-    mark = "changed" if state.word == "changed" else str(state)
-    return Cell(
-        text=number(score.mean, column.decimals),
-        spread=around,
-        count=f"({score.n})",
-        word="" if state.complete else mark,
-        tone="" if state.complete else "warn",
-    )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
-
-
-def find_gap(
-    definition: TableDefinition, column: ColumnSpec, row: RowSpec, results: dict[str, RowResult]
-) -> Gap | None:
-    """Gap of a row to its baseline; None unless both are complete, measured and finite."""
-    baseline = definition.baseline_of(row)
-    if baseline is None or not (
-        results[row.id].state.complete and results[baseline.id].state.complete
-    ):
-        return None
-    score, other = results[row.id].score(column), results[baseline.id].score(column)
-    if score is None or other is None or not math.isfinite(score.mean - other.mean):
-        return None
-    return compare(score, other, column)
-
-
-def gap_cell(gap: Gap, decimals: int) -> Cell:
-    """A gap with its sign, its own spread and its verdict in words."""
-    if gap.sd is not None:
-        around = spread(gap.sd, decimals)
-    elif gap.item_error is not None:
-        around = f"{spread(gap.item_error, decimals)} se"
-    else:
-        around = ""
-    tone = gap.verdict if gap.verdict in ("better", "worse") else "even"
-    word = gap.verdict
-    if gap.n == 0:
-        word += ", unpaired"
-    elif not around:
-        word += ", one seed"
-    count = f"({gap.n})" if gap.n else ""
-    return Cell(number(gap.value, decimals, signed=True), around, count, word, tone)
-
-
-def _gap_cell(
-    definition: TableDefinition,
-    column: ColumnSpec,
-    row: RowSpec,
-    results: dict[str, RowResult],
-    notes: _Notes,
-) -> Cell:
-    gap = find_gap(definition, column, row, results)
-    if gap is None:
-        return Cell()
-    texts = []
-    if gap.n == 0:
-        texts.append(_UNPAIRED)
-    elif gap.item_error is not None:
-        texts.append(_ITEM_ERROR)
-    elif gap.sd is None:
-        texts.append(_ONE_SEED)
-    marks = tuple(notes.mark(text) for text in texts)
-    return replace(gap_cell(gap, column.decimals), notes=marks)
-
-
-def _paper_cell(
-    definition: TableDefinition, column: ColumnSpec, row: RowSpec, notes: _Notes
-) -> Cell:
-    entry = definition.paper.get((row.id, column.metric or ""))
-    if entry is None:
-        return Cell()
-    marks = (notes.mark(_sentence(entry.note)),) if entry.note else ()
-    text = ABSENT if entry.value is None else number(entry.value, column.decimals)
-    return Cell(text, notes=marks)
-
-
-def _paper_gap_cell(definition: TableDefinition, column: ColumnSpec, row: RowSpec) -> Cell:
-    baseline = definition.baseline_of(row)
-    assert column.metric is not None
-    value = definition.paper_value(row, column.metric)
-    other = None if baseline is None else definition.paper_value(baseline, column.metric)
-    if value is None or other is None:
-        return Cell()
-    return Cell(number(value - other, column.decimals, signed=True))
+def _with_sections(definition: TableDefinition, rows: list[Row], width: int) -> list[Row]:
+    """Put a line with its title before each section; the published weights are one."""
+    titles = {
+        row.id: ": ".join([CALIBRATION] * row.calibration + [row.section] * bool(row.section))
+        for row in definition.spec.rows
+    }
+    placed: list[Row] = []
+    above = ""
+    for row in rows:
+        title = titles.get(row.id, above)
+        if title != above and title:
+            placed.append(
+                Row(f"section {title}", "section", (Cell(title),) + (Cell(""),) * (width - 1))
+            )
+        above = title
+        placed.append(row)
+    return placed
 
 
 def _reference_rows(
     definition: TableDefinition,
     columns: Sequence[ColumnSpec],
     results: dict[str, RowResult],
-    notes: _Notes,
+    notes: Notes,
     width: int,
 ) -> list[Row]:
     """Values that no row owns, each in its metric's column; absent ones make no row."""
@@ -279,21 +182,23 @@ def _reference_rows(
             start += len(_headings(definition, column))
         else:
             continue
-        if _has_paper(definition, column):
+        if has_paper(definition, column):
             start += 1
-        source = ColumnSpec(reference.label, reference.metric, None, column.unit, column.decimals)
+        source = ColumnSpec(
+            reference.label, reference.metric, unit=column.unit, decimals=column.decimals
+        )
         found = [r.score(source) for r in results.values() if r.state.complete]
         scores = [score for score in found if score is not None]
         if not scores:
             continue
         values = [value for score in scores for value in score.values.values()]
-        marks = dict.fromkeys(_sentence(mark) for score in scores for mark in score.marks)
+        marks = dict.fromkeys(notes.mark(mark) for score in scores for mark in score.marks)
         low, high = min(values), max(values)
         text = number(low, column.decimals)
         if text != number(high, column.decimals):
             text = f"{text} to {number(high, column.decimals)}"
         cells = [Cell("")] * width
         cells[0] = Cell(reference.label)
-        cells[start] = Cell(text, notes=tuple(map(notes.mark, marks)))
+        cells[start] = Cell(text, notes=tuple(marks))
         rows.append(Row(reference.metric, "reference", tuple(cells)))
     return rows

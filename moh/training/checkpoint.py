@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,9 @@ def save(
     ema: nn.Module | None,
     scaler: torch.amp.GradScaler | None,
     keep: int = 2,
+    keep_at: Collection[int] = (),
 ) -> Path:
-    """Write a checkpoint and drop all but the ``keep`` newest.
+    """Write a checkpoint and drop all but the ``keep`` newest and those at ``keep_at``.
 
     Args:
         folder: the run's ``checkpoints`` folder.
@@ -74,7 +75,8 @@ def save(
         os.replace(aside, target)
         _sync(folder)
         for old in sorted(folder.glob("[0-9]*"))[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            if int(old.name) not in keep_at:
+                shutil.rmtree(old, ignore_errors=True)
 
     try:
         distribution.on_main(begin)

@@ -128,6 +128,7 @@ class Trainer:
     def _train(self, curves: IO[str], stop: StopRequest) -> None:
         total, batch = self.config.trainer.samples, self.config.trainer.global_batch
         every = self.config.trainer.checkpoint_every or total
+        wanted = {total, *self.config.trainer.keep_at}
         marked, since = time.monotonic(), self.samples
         while self.samples < total:
             step = self.samples // batch
@@ -144,7 +145,7 @@ class Trainer:
                 self._show(row)
             else:
                 self.progress("training", self.samples, total, self._note)
-            if self.samples % every == 0 or self.samples >= total or stopping:
+            if self.samples % every == 0 or self.samples in wanted or stopping:
                 self._save()
             if stopping and self.samples < total:
                 raise StoppedError(
@@ -294,6 +295,7 @@ class Trainer:
             self.optimizer,
             self.ema,
             self.scaler,
+            keep_at=self.config.trainer.keep_at,
         )
 
 
