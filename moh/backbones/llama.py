@@ -72,7 +72,9 @@ class MoHLlamaAttention(LlamaAttention):
         if cache is not None:
             k_BHNK, v_BHNK = cache.update(k_BHNK, v_BHNK, self.layer_idx, kwargs=kwargs)
         dropout = self.attention_dropout if self.training else 0.0
-        causal = kwargs.get("is_causal", self.is_causal)
+        # As the library decides it for PyTorch's attention.
+        wanted = kwargs.get("is_causal")
+        causal = bool(self.is_causal if wanted is None else wanted)
         causal = causal and attention_mask is None and q_BHNK.shape[2] > 1
         weights = None
         if self._is_sparse(q_BHNK, k_BHNK, attention_mask, causal, dropout):

@@ -57,23 +57,6 @@ def sparse_attention(
     # kinds of heads are handed to both.
     q_BSNK, q_BENK = q_BHNK.split([S, E], dim=1)
     keys, values = _split_keys(k_BGMK, S, group), _split_keys(v_BGMK, S, group)
-    seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
-    y_BNEK, _ = _routed_heads(
-        q_BENK.transpose(1, 2),
-        keys[1],
-        values[1],
-        selected_BNE,
-        routed_mask,
-        seed,
-        is_causal,
-        scale,
-        dropout_p,
-        group,
-        S % group,
-        backend_for(q_BHNK, attn_mask, dropout_p),
-    )
-    if S == 0:
-        return y_BNEK
     y_BSNK = F.scaled_dot_product_attention(
         q_BSNK,
         keys[0],
@@ -84,7 +67,22 @@ def sparse_attention(
         scale=scale,
         enable_gqa=keys[0].shape[1] != S,
     )
-    return torch.cat([y_BSNK.transpose(1, 2), y_BNEK], dim=2)
+    y_BNHK, _ = _active_heads(
+        y_BSNK.transpose(1, 2),
+        q_BENK.transpose(1, 2),
+        keys[1],
+        values[1],
+        selected_BNE,
+        routed_mask,
+        torch.randint(2**62, (), device="cpu") if dropout_p else None,
+        is_causal,
+        scale,
+        dropout_p,
+        group,
+        S % group,
+        backend_for(q_BHNK, attn_mask, dropout_p),
+    )
+    return y_BNHK
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -127,8 +125,9 @@ def backend_for(q: Tensor, mask: Tensor | None, dropout_p: float) -> str:
     return "math"
 
 
-@torch.library.custom_op("moh::routed_heads", mutates_args=())
-def _routed_heads(
+@torch.library.custom_op("moh::active_heads", mutates_args=())
+def _active_heads(
+    y_BNSK: Tensor,
     q_BNEK: Tensor,
     k_BGMK: Tensor,
     v_BGMK: Tensor,
@@ -142,27 +141,35 @@ def _routed_heads(
     offset: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of the routed heads (B, N, E, K), and log-sum-exps (B, N, E) or nothing.
+    """Outputs of all heads (B, N, H, K), and log-sum-exps of the routed ones (or nothing).
 
     Args:
+        y_BNSK: outputs of the shared heads, which are put before the others.
+        k_BGMK: keys of the routed heads; likewise the values.
         mask_BENM: boolean or additive; a dimension but the last may be 1.
         seed: of the dropout; None without.
         group: heads in a row that share a key head.
         offset: place of the first routed head in its group.
         backend: see :func:`backend_for`.
     """
+    (B, N, E, K), S = q_BNEK.shape, y_BNSK.shape[2]
+    y_BNHK = q_BNEK.new_empty((B, N, S + E, K))
+    y_BNHK[:, :, :S] = y_BNSK
+    y_BNHK[:, :, S:] = 0
     keys, pairs = KeyHeads(k_BGMK, v_BGMK, group, offset), Pairs(selected_BNE)
     if backend == "flash":
-        return sparse_flash.forward(q_BNEK, keys, pairs, mask_BENM, is_causal, scale)
+        lse_BNE = q_BNEK.new_zeros((B, N, E), dtype=accumulator(q_BNEK.dtype))
+        sparse_flash.forward(q_BNEK, keys, pairs, mask_BENM, is_causal, scale, y_BNHK, lse_BNE)
+        return y_BNHK, lse_BNE
     dropout = sparse_math.Dropout(dropout_p, 0 if seed is None else int(seed))
-    y_BNEK = sparse_math.forward(q_BNEK, keys, pairs, mask_BENM, is_causal, scale, dropout)
-    return y_BNEK, q_BNEK.new_empty(0)
+    sparse_math.forward(q_BNEK, keys, pairs, mask_BENM, is_causal, scale, dropout, y_BNHK)
+    return y_BNHK, q_BNEK.new_empty(0)
 
 
-@torch.library.custom_op("moh::routed_heads_backward", mutates_args=())
-def _routed_heads_backward(
-    grad_BNEK: Tensor,
-    y_BNEK: Tensor,
+@torch.library.custom_op("moh::active_heads_backward", mutates_args=())
+def _active_heads_backward(
+    grad_BNHK: Tensor,
+    y_BNHK: Tensor,
     lse_BNE: Tensor,
     q_BNEK: Tensor,
     k_BGMK: Tensor,
@@ -182,24 +189,27 @@ def _routed_heads_backward(
     keys, pairs = KeyHeads(k_BGMK, v_BGMK, group, offset), Pairs(selected_BNE)
     if backend == "flash":
         grads = sparse_flash.backward(
-            grad_BNEK, y_BNEK, lse_BNE, q_BNEK, keys, pairs, mask_BENM, is_causal, scale
+            grad_BNHK, y_BNHK, lse_BNE, q_BNEK, keys, pairs, mask_BENM, is_causal, scale
         )
         return *grads, q_BNEK.new_empty(0)
     dropout = sparse_math.Dropout(dropout_p, 0 if seed is None else int(seed))
     return sparse_math.backward(
-        grad_BNEK, q_BNEK, keys, pairs, mask_BENM, is_causal, scale, dropout, mask_gradient
+        grad_BNHK, q_BNEK, keys, pairs, mask_BENM, is_causal, scale, dropout, mask_gradient
     )
 
 
-@_routed_heads.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+@_active_heads.register_fake
+def _(
+    y: Tensor, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(0)
     if rest[-1] != "math":
         lse = selected.new_empty(selected.shape, dtype=accumulator(q.dtype))
-    return q.new_empty(q.shape), lse
+    B, N, E, K = q.shape
+    return q.new_empty((B, N, y.shape[2] + E, K)), lse
 
 
-@_routed_heads_backward.register_fake
+@_active_heads_backward.register_fake
 def _(
     grad: Tensor,
     y: Tensor,
@@ -219,13 +229,16 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.is_causal, ctx.scale, ctx.dropout_p, ctx.group, ctx.offset, ctx.backend = inputs
+    y, *tensors, ctx.is_causal, ctx.scale, ctx.dropout_p, ctx.group, ctx.offset, ctx.backend = (
+        inputs
+    )
+    ctx.num_shared = y.shape[2]
     ctx.save_for_backward(*output, *tensors)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = ctx.needs_input_grad[4]
-    dq, dk, dv, dmask = _routed_heads_backward(
+    wanted = ctx.needs_input_grad[5]
+    dq, dk, dv, dmask = _active_heads_backward(
         grad,
         *ctx.saved_tensors,
         ctx.is_causal,
@@ -236,7 +249,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
         ctx.backend,
         wanted,
     )
-    return dq, dk, dv, None, dmask if wanted else None, *[None] * 7
+    return grad[:, :, : ctx.num_shared], dq, dk, dv, None, dmask if wanted else None, *[None] * 7
 
 
-_routed_heads.register_autograd(_differentiate, setup_context=_save)
+_active_heads.register_autograd(_differentiate, setup_context=_save)

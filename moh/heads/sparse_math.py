@@ -1,7 +1,7 @@
-"""Sparse execution anywhere: matrix products and a softmax, block by block of queries.
+"""Sparse execution anywhere: matrix products and a softmax, piece by piece of queries.
 
 For what no fused kernel does: dropout of attention weights, a bias that needs its gradient,
-devices without a kernel of their own. The backward pass computes each block again; dropout draws
+devices without a kernel of their own. The backward pass computes each piece again; dropout draws
 from a seed, so that both passes drop the same weights.
 """
 
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moh.heads.pairs import KeyHeads, Pairs, Span, accumulator
+from moh.heads.pairs import Block, Gradients, KeyHeads, Pairs, accumulator
 
-ROWS = 256  # queries in a block
+PIECE = 256  # queries of a head taken at a time
 
 
 class Dropout(NamedTuple):
@@ -39,7 +39,7 @@ class Dropout(NamedTuple):
         return kept / (1 - self.p) if self.p < 1 else kept
 
 
-class Block:
+class Weights:
     """Attention weights of some queries of one head.
 
     Args:
@@ -84,28 +84,6 @@ class Block:
         return dweight_CM - self.weight_CM * dweight_CM.sum(dim=-1, keepdim=True), dv_MK
 
 
-def _blocks(
-    q_RK: Tensor,
-    keys: KeyHeads,
-    pairs: Pairs,
-    mask_BENM: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout: Dropout,
-) -> Iterator[tuple[Span, slice, Tensor, Tensor, Tensor, Block]]:
-    """Span, rows, queries, keys, values and attention weights of each block."""
-    dtype = accumulator(q_RK.dtype)
-    for span in pairs.spans():
-        k_MK, v_MK = (x[0, 0].to(dtype) for x in keys.take([span]))
-        for start in range(span.start, span.end, ROWS):
-            rows = slice(start, min(start + ROWS, span.end))
-            token_C, q_CK = pairs.token_R[rows], q_RK[rows].to(dtype)
-            mask_CM = _mask_of(mask_BENM, span, token_C)
-            block = Block(q_CK, k_MK, token_C, mask_CM, is_causal, scale)
-            block.kept_CM = dropout.scale_of(block.weight_CM, start)
-            yield span, rows, q_CK, k_MK, v_MK, block
-
-
 def forward(
     q_BNEK: Tensor,
     keys: KeyHeads,
@@ -114,19 +92,21 @@ def forward(
     is_causal: bool,
     scale: float,
     dropout: Dropout,
-) -> Tensor:
-    """Head outputs (B, N, E, K), zero where nothing was selected."""
-    q_RK = pairs.gather(q_BNEK)
-    y_RK = torch.empty_like(q_RK)
-    for _, rows, _, _, v_MK, block in _blocks(
-        q_RK, keys, pairs, mask_BENM, is_causal, scale, dropout
-    ):
-        y_RK[rows] = block.output(v_MK).to(y_RK.dtype)
-    return pairs.scatter(y_RK)
+    y_BNHK: Tensor,
+) -> None:
+    """Write the selected rows of the outputs, the last E heads."""
+    for block in pairs.blocks():
+        q = pairs.take(q_BNEK, block)
+        y = torch.empty_like(q)
+        for rows, _, v_MK, weights in _pieces(
+            q, block, keys, pairs, mask_BENM, is_causal, scale, dropout
+        ):
+            y[0, 0, rows] = weights.output(v_MK).to(y.dtype)
+        pairs.put(y_BNHK, block, y)
 
 
 def backward(
-    grad_BNEK: Tensor,
+    grad_BNHK: Tensor,
     q_BNEK: Tensor,
     keys: KeyHeads,
     pairs: Pairs,
@@ -137,37 +117,50 @@ def backward(
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries (B, N, E, K), keys and values (B, G, M, K), and mask (or nothing)."""
-    grad_RK, q_RK = pairs.gather(grad_BNEK), pairs.gather(q_BNEK)
-    dq_RK = torch.empty_like(q_RK)
-    dk_BGMK, dv_BGMK = _zeros(keys.k_BGMK), _zeros(keys.v_BGMK)
-    dmask = _zeros(mask_BENM) if mask_gradient and mask_BENM is not None else None
-    for span, rows, q_CK, k_MK, v_MK, block in _blocks(
-        q_RK, keys, pairs, mask_BENM, is_causal, scale, dropout
-    ):
-        dlogits_CM, dv_MK = block.differentiate(grad_RK[rows].to(q_CK.dtype), v_MK)
-        dq_RK[rows] = (dlogits_CM @ k_MK * scale).to(dq_RK.dtype)
-        head = keys.of(span.head)
-        dk_BGMK[span.sample, head] += dlogits_CM.t() @ q_CK * scale
-        dv_BGMK[span.sample, head] += dv_MK
-        if dmask is not None:
-            samples, heads, queries, _ = dmask.shape
-            dmask_NM = dmask[span.sample % samples, span.head % heads]
-            dmask_NM.index_add_(0, pairs.token_R[rows] % queries, dlogits_CM.to(dmask.dtype))
-    grads = pairs.scatter(dq_RK), dk_BGMK.to(q_RK.dtype), dv_BGMK.to(q_RK.dtype)
+    sums, dmask = Gradients(q_BNEK, pairs, keys), None
+    if mask_gradient and mask_BENM is not None:
+        dmask = torch.zeros_like(mask_BENM, dtype=accumulator(mask_BENM.dtype))
+    for block in pairs.blocks():
+        q, grad = pairs.take(q_BNEK, block), pairs.take(grad_BNHK, block)
+        dq = torch.empty_like(q, dtype=accumulator(q.dtype))
+        for rows, k_MK, v_MK, weights in _pieces(
+            q, block, keys, pairs, mask_BENM, is_causal, scale, dropout
+        ):
+            dlogits_CM, dv_MK = weights.differentiate(grad[0, 0, rows].to(dq.dtype), v_MK)
+            dq[0, 0, rows] = dlogits_CM @ k_MK * scale
+            dk_MK = dlogits_CM.t() @ q[0, 0, rows].to(dq.dtype) * scale
+            sums.add_keys(block, dk_MK[None, None], dv_MK[None, None])
+            if dmask is not None:
+                B, E, N, _ = dmask.shape
+                token_C = pairs.token_R[block.rows][rows] % N
+                dmask_NM = dmask[block.samples.start % B, block.head % E]
+                dmask_NM.index_add_(0, token_C, dlogits_CM.to(dmask.dtype))
+        sums.put_queries(block, dq)
     if dmask is None or mask_BENM is None:
-        return *grads, q_RK.new_empty(0)
-    return *grads, dmask.to(mask_BENM.dtype)
+        return *sums.finish(), q_BNEK.new_empty(0)
+    return *sums.finish(), dmask.to(mask_BENM.dtype)
 
 
-def _zeros(x: Tensor) -> Tensor:
-    """Where a gradient of ``x`` is summed up."""
-    return torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device)
-
-
-def _mask_of(mask_BENM: Tensor | None, span: Span, token_C: Tensor) -> Tensor | None:
-    """Mask of some queries of one head, (C, M) or (1, M)."""
-    if mask_BENM is None:
-        return None
-    samples, heads, queries, _ = mask_BENM.shape
-    mask_NM = mask_BENM[span.sample % samples, span.head % heads]
-    return mask_NM if queries == 1 else mask_NM[token_C]
+def _pieces(
+    q: Tensor,
+    block: Block,
+    keys: KeyHeads,
+    pairs: Pairs,
+    mask_BENM: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout: Dropout,
+) -> Iterator[tuple[slice, Tensor, Tensor, Weights]]:
+    """Rows, keys, values and attention weights of each piece of a block of one sample."""
+    dtype = accumulator(q.dtype)
+    k_MK, v_MK = (x[0, 0].to(dtype) for x in keys.take(block))
+    for start in range(0, q.shape[2], PIECE):
+        rows = slice(start, min(start + PIECE, q.shape[2]))
+        token_C, mask_CM = pairs.token_R[block.rows][rows], None
+        if mask_BENM is not None:
+            B, E, N, _ = mask_BENM.shape
+            mask_CM = mask_BENM[block.samples.start % B, block.head % E]
+            mask_CM = mask_CM if N == 1 else mask_CM[token_C]
+        weights = Weights(q[0, 0, rows].to(dtype), k_MK, token_C, mask_CM, is_causal, scale)
+        weights.kept_CM = dropout.scale_of(weights.weight_CM, block.rows.start + start)
+        yield rows, k_MK, v_MK, weights
