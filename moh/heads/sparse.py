@@ -8,6 +8,9 @@ tokens x tokens x heads.
 from __future__ import annotations
 
 import math
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from torch import Tensor
 
 from moh.heads import sparse_flash, sparse_math
 from moh.heads.pairs import KeyHeads, Pairs, accumulator
+
+LARGEST_TRITON_HEAD = 256
 
 
 def sparse_attention(
@@ -118,11 +123,21 @@ def _split_mask(
 
 
 def backend_for(q: Tensor, mask: Tensor | None, dropout_p: float) -> str:
-    """What computes the routed heads: ``flash`` on a CPU, ``math`` for what that cannot do."""
-    biased = mask is not None and mask.requires_grad
-    if q.device.type == "cpu" and not dropout_p and not biased:
+    """What computes the routed heads: ``flash`` on a CPU, ``triton`` on a GPU, else ``math``.
+
+    The first two know neither dropout nor the gradient of a mask.
+    """
+    if dropout_p or (mask is not None and mask.requires_grad):
+        return "math"
+    if q.device.type == "cpu":
         return "flash"
-    return "math"
+    fits = q.shape[-1] <= LARGEST_TRITON_HEAD and q.dtype != torch.float64
+    return "triton" if q.device.type == "cuda" and fits and _has_triton() else "math"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @torch.library.custom_op("moh::active_heads", mutates_args=())
@@ -156,9 +171,24 @@ def _active_heads(
     y_BNHK = q_BNEK.new_empty((B, N, S + E, K))
     y_BNHK[:, :, :S] = y_BNSK
     y_BNHK[:, :, S:] = 0
+    lse_BNE = q_BNEK.new_zeros((B, N, E), dtype=accumulator(q_BNEK.dtype))
+    if backend == "triton":
+        _triton().forward(
+            q_BNEK,
+            k_BGMK,
+            v_BGMK,
+            selected_BNE,
+            mask_BENM,
+            is_causal,
+            scale,
+            group,
+            offset,
+            y_BNHK,
+            lse_BNE,
+        )
+        return y_BNHK, lse_BNE
     keys, pairs = KeyHeads(k_BGMK, v_BGMK, group, offset), Pairs(selected_BNE)
     if backend == "flash":
-        lse_BNE = q_BNEK.new_zeros((B, N, E), dtype=accumulator(q_BNEK.dtype))
         sparse_flash.forward(q_BNEK, keys, pairs, mask_BENM, is_causal, scale, y_BNHK, lse_BNE)
         return y_BNHK, lse_BNE
     dropout = sparse_math.Dropout(dropout_p, 0 if seed is None else int(seed))
@@ -186,6 +216,22 @@ def _active_heads_backward(
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and the mask; nothing for a mask that needs none."""
+    if backend == "triton":
+        grads = _triton().backward(
+            grad_BNHK,
+            y_BNHK,
+            lse_BNE,
+            q_BNEK,
+            k_BGMK,
+            v_BGMK,
+            selected_BNE,
+            mask_BENM,
+            is_causal,
+            scale,
+            group,
+            offset,
+        )
+        return *grads, q_BNEK.new_empty(0)
     keys, pairs = KeyHeads(k_BGMK, v_BGMK, group, offset), Pairs(selected_BNE)
     if backend == "flash":
         grads = sparse_flash.backward(
@@ -196,6 +242,11 @@ def _active_heads_backward(
     return sparse_math.backward(
         grad_BNHK, q_BNEK, keys, pairs, mask_BENM, is_causal, scale, dropout, mask_gradient
     )
+
+
+def _triton() -> Any:
+    """The kernels for a GPU; imported where there is one, since not every PyTorch brings Triton."""
+    return import_module("moh.heads.sparse_triton")
 
 
 @_active_heads.register_fake
