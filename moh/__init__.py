@@ -5,7 +5,14 @@ built timm, diffusers or transformers model, ``moh.revert(model)`` takes it out 
 """
 
 from moh.backbones.convert import attention_layers, convert, head_plan, head_shapes, revert
-from moh.heads import HeadPlan, LayerPlan, RouterOptions, balance_loss, head_load
+from moh.heads import (
+    HeadPlan,
+    LayerPlan,
+    RouterOptions,
+    balance_loss,
+    head_load,
+    set_execution,
+)
 
 __version__ = "0.1.0"
 
@@ -20,4 +27,5 @@ __all__ = [
     "head_plan",
     "head_shapes",
     "revert",
+    "set_execution",
 ]

@@ -36,6 +36,7 @@ class HeadsConfig:
     selection: str = "learned"  # learned | random | fixed
     straight_through: bool = True
     balance_coef: float = 0.01
+    execution: str = "auto"  # auto | dense | sparse: how heads are computed, not what they are
 
 
 @dataclass

@@ -90,16 +90,17 @@ def balance_loss(probs: list[list[Tensor]], selected: list[list[bool]], scale: s
     return loss * (experts if scale == "released" else 1)
 
 
-def attention(q_HNK: Tensor, k_HNK: Tensor, v_HNK: Tensor, gates: list[list[Tensor]]) -> Tensor:
+def attention(q_HNK: Tensor, k_HMK: Tensor, v_HMK: Tensor, gates: list[list[Tensor]]) -> Tensor:
     """Gated head outputs of one sample, (N, H, K)."""
     heads, tokens, width = q_HNK.shape
+    keys = range(k_HMK.shape[1])
     rows = []
     for n in range(tokens):
         outputs = []
         for h in range(heads):
-            weights = softmax([q_HNK[h, n] @ k_HNK[h, m] / math.sqrt(width) for m in range(tokens)])
+            weights = softmax([q_HNK[h, n] @ k_HMK[h, m] / math.sqrt(width) for m in keys])
             mixed = sum(
-                (w * v_HNK[h, m] for m, w in enumerate(weights)), torch.zeros_like(v_HNK[h, 0])
+                (w * v_HMK[h, m] for m, w in enumerate(weights)), torch.zeros_like(v_HMK[h, 0])
             )
             outputs.append(gates[n][h] * mixed)
         rows.append(torch.stack(outputs))

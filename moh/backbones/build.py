@@ -84,6 +84,7 @@ def router_options(heads: HeadsConfig) -> RouterOptions:
         two_stage=heads.two_stage,
         selection=heads.selection,  # type: ignore[arg-type]
         straight_through=heads.straight_through,
+        execution=heads.execution,  # type: ignore[arg-type]
     )
 
 

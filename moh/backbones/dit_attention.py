@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
 from moh.backbones.convert import Wiring, register_wiring
-from moh.heads import Router, gate_heads
+from moh.heads import Router, attend
 
 
 class MoHAttention(Attention):
@@ -54,8 +53,7 @@ class MoHAttention(Attention):
         if self.norm_k is not None:
             k_BHNK = self.norm_k(k_BHNK)
         routing = self.router(hidden_states, q_BHNK)
-        y_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)
-        y_BNHK = gate_heads(y_BHNK.transpose(1, 2), routing.gates_BNH)
+        y_BNHK = attend(self.router, routing, q_BHNK, k_BHNK, v_BHNK)
         y = y_BNHK.reshape(B, N, self.inner_dim).to(q_BHNK.dtype)
         return self.to_out[1](self.to_out[0](y))
 

@@ -31,7 +31,14 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from moh.backbones.convert import ModelHooks, Wiring, convert, register_hooks, register_wiring
-from moh.heads import HeadPlan, Router, RouterOptions, gate_heads
+from moh.heads import (
+    HeadPlan,
+    Router,
+    RouterOptions,
+    execution_of,
+    gate_heads,
+    sparse_attention,
+)
 
 
 class MoHLlamaAttention(LlamaAttention):
@@ -67,21 +74,54 @@ class MoHLlamaAttention(LlamaAttention):
         q_BHNK, k_BHNK = apply_rotary_pos_emb(q_BHNK, k_BHNK, *position_embeddings)
         if cache is not None:
             k_BHNK, v_BHNK = cache.update(k_BHNK, v_BHNK, self.layer_idx, kwargs=kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        y_BNHK, weights = attend(
-            self,
-            q_BHNK,
-            k_BHNK,
-            v_BHNK,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        y_BNHK = gate_heads(y_BNHK, routing.gates_BNH)
+        dropout = self.attention_dropout if self.training else 0.0
+        # As the library decides it for PyTorch's attention.
+        wanted = kwargs.get("is_causal")
+        causal = bool(self.is_causal if wanted is None else wanted)
+        causal = causal and attention_mask is None and q_BHNK.shape[2] > 1
+        weights = None
+        if self._is_sparse(q_BHNK, k_BHNK, attention_mask, causal, dropout):
+            y_BNHK = sparse_attention(
+                q_BHNK,
+                k_BHNK,
+                v_BHNK,
+                routing.selected_BNE,
+                attention_mask,
+                causal,
+                dropout,
+                self.scaling,
+            )
+        else:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+            y_BNHK, weights = attend(
+                self,
+                q_BHNK,
+                k_BHNK,
+                v_BHNK,
+                attention_mask,
+                dropout=dropout,
+                scaling=self.scaling,
+                **kwargs,
+            )
+        y_BNHK = gate_heads(y_BNHK, routing.gates_BNH, in_place=not torch.is_grad_enabled())
         return self.o_proj(y_BNHK.flatten(-2)), weights
+
+    def _is_sparse(self, q: Tensor, k: Tensor, mask: Any, causal: bool, dropout: float) -> bool:
+        """True if the active heads alone are to be computed.
+
+        Raises:
+            ValueError: they are, but the library is set to another attention than PyTorch's own.
+        """
+        library = self.config._attn_implementation
+        if library != "sdpa":
+            if self.router.options.execution == "sparse":
+                raise ValueError(
+                    f"execution sparse needs attn_implementation='sdpa', not {library!r}"
+                )
+            return False
+        return execution_of(self.router, q, k, mask, causal, dropout) == "sparse"
 
 
 _CODE = Path(__file__).with_name("modeling_moh_llama.py")

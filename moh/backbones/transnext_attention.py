@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moh.backbones.convert import Wiring, register_wiring
 from moh.backbones.transnext_positions import Size, on_grid, outside_window, relative_coords
 from moh.backbones.vit import trunc_normal_init
-from moh.heads import Router, gate_heads
+from moh.heads import Router, attend, gate_heads
 from moh.heads.router import no_autocast
 
 BIAS_MLP_WIDTH = 512
@@ -146,20 +146,24 @@ class TransNeXtAttention(PositionBiasedAttention):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
         self.reset_parameters()
 
-    def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of all heads (B, N, H, K), and the queries before normalisation (B, H, N, K)."""
+    def split(self, x_BND: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Queries before normalisation (B, H, N, K), and what PyTorch's attention takes."""
         B, N, _ = x_BND.shape
         qkv = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q_BHNK, k_BHNK, v_BHNK = qkv.unbind(0)
-        y_BHNK = F.scaled_dot_product_attention(
-            self.scale_query(normalize(q_BHNK), math.log(N)),
-            normalize(k_BHNK),
-            v_BHNK,
-            attn_mask=self.position_bias().to(q_BHNK.dtype).unsqueeze(0),
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            scale=1.0,
-        )
-        return y_BHNK.transpose(1, 2), q_BHNK
+        return q_BHNK, {
+            "query": self.scale_query(normalize(q_BHNK), math.log(N)),
+            "key": normalize(k_BHNK),
+            "value": v_BHNK,
+            "attn_mask": self.position_bias().to(q_BHNK.dtype).unsqueeze(0),
+            "dropout_p": self.attn_drop.p if self.training else 0.0,
+            "scale": 1.0,
+        }
+
+    def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of all heads (B, N, H, K), and the queries before normalisation (B, H, N, K)."""
+        q_BHNK, arguments = self.split(x_BND)
+        return F.scaled_dot_product_attention(**arguments).transpose(1, 2), q_BHNK
 
 
 class AggregatedAttention(PositionBiasedAttention):
@@ -292,8 +296,22 @@ class AggregatedAttention(PositionBiasedAttention):
         return y_BYXHK.flatten(1, 2), q_BHNK
 
 
-class _GatedHeads(PositionBiasedAttention):
-    """The MoH forward pass of both layers."""
+class MoHTransNeXtAttention(TransNeXtAttention):
+    """TransNeXt's last-stage attention with a router. Made by :func:`moh.convert`."""
+
+    router: Router
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        q_BHNK, arguments = self.split(x_BND)
+        return self.project(attend(self.router, self.router(x_BND, q_BHNK), **arguments))
+
+
+class MoHAggregatedAttention(AggregatedAttention):
+    """TransNeXt's aggregated attention with a router. Made by :func:`moh.convert`.
+
+    Always dense: a query has a few dozen keys, less work than gathering the query.
+    """
 
     router: Router
 
@@ -301,14 +319,6 @@ class _GatedHeads(PositionBiasedAttention):
         """(B, N, D) -> (B, N, D)."""
         y_BNHK, q_BHNK = self.heads(x_BND)
         return self.project(gate_heads(y_BNHK, self.router(x_BND, q_BHNK).gates_BNH))
-
-
-class MoHTransNeXtAttention(_GatedHeads, TransNeXtAttention):
-    """TransNeXt's last-stage attention with a router. Made by :func:`moh.convert`."""
-
-
-class MoHAggregatedAttention(_GatedHeads, AggregatedAttention):
-    """TransNeXt's aggregated attention with a router. Made by :func:`moh.convert`."""
 
 
 for _mha, _moh in (

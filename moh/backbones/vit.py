@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
 from moh.backbones.convert import Wiring, register_wiring
-from moh.heads import Router, gate_heads
+from moh.heads import Router, attend
 
 
 class MoHAttention(Attention):
@@ -28,7 +27,9 @@ class MoHAttention(Attention):
         q_BHNK, k_BHNK, v_BHNK = qkv.unbind(0)
         q_BHNK, k_BHNK = self.q_norm(q_BHNK), self.k_norm(k_BHNK)
         routing = self.router(x, q_BHNK)
-        y_BHNK = F.scaled_dot_product_attention(
+        y_BNHK = attend(
+            self.router,
+            routing,
             q_BHNK,
             k_BHNK,
             v_BHNK,
@@ -36,7 +37,6 @@ class MoHAttention(Attention):
             dropout_p=self.attn_drop.p if self.training else 0.0,
             is_causal=is_causal,
         )
-        y_BNHK = gate_heads(y_BHNK.transpose(1, 2), routing.gates_BNH)
         y = self.norm(y_BNHK.reshape(B, N, self.attn_dim))
         if self.gate is not None:
             y = y * self.gate(x).sigmoid()

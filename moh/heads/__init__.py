@@ -3,11 +3,12 @@
 Needs torch and nothing else. ``moh.backbones`` wires it into timm, diffusers and transformers.
 
 Tensor names end in their dimensions:
-    B batch, N tokens, D width of the model, H heads, K width of a head, E routed heads.
+    B batch, N tokens, D width of the model, H heads, K width of a head, E routed heads,
+    S shared heads; in attention also M keys, G key heads, R rows (selected query-head pairs).
 """
 
 from moh.heads.balance import balance_loss, head_load, routers, sum_counts
-from moh.heads.execution import gate_heads
+from moh.heads.execution import attend, execution_of, gate_heads, set_execution
 from moh.heads.plan import HeadPlan, LayerPlan
 from moh.heads.router import (
     QueryNormRouter,
@@ -18,6 +19,7 @@ from moh.heads.router import (
     TwoStageRouter,
     build_router,
 )
+from moh.heads.sparse import sparse_attention
 
 __all__ = [
     "HeadPlan",
@@ -28,10 +30,14 @@ __all__ = [
     "Routing",
     "RoutingStatistics",
     "TwoStageRouter",
+    "attend",
     "balance_loss",
     "build_router",
+    "execution_of",
     "gate_heads",
     "head_load",
     "routers",
+    "set_execution",
+    "sparse_attention",
     "sum_counts",
 ]

@@ -16,6 +16,7 @@ from moh.heads.plan import LayerPlan
 RouterKind = Literal["two_stage", "query_norm"]
 GateScale = Literal["released", "paper"]
 Selection = Literal["learned", "random", "fixed"]
+Execution = Literal["auto", "dense", "sparse"]
 
 
 class Routing(NamedTuple):
@@ -48,7 +49,7 @@ class RoutingStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """How gates are formed; the defaults are the released models'.
+    """How gates are formed and heads computed; the defaults are the released models'.
 
     Attributes:
         kind: ``two_stage`` (learned) or ``query_norm`` (parameter-free, continue-tuned LLaMA).
@@ -58,6 +59,8 @@ class RouterOptions:
         selection: ``learned`` takes the top-k; ``random`` and ``fixed`` are controls that draw the
             k heads anew for each token, or always take the first k.
         straight_through: whether ``query_norm`` passes gradients to its softmax (equation 10).
+        execution: ``dense`` computes all heads and then weights them, ``sparse`` the active ones
+            alone; ``auto`` takes what was measured to be faster for the shape at hand.
 
     Raises:
         ValueError: an unknown word; the message lists the known ones.
@@ -68,12 +71,14 @@ class RouterOptions:
     two_stage: bool = True
     selection: Selection = "learned"
     straight_through: bool = True
+    execution: Execution = "auto"
 
     def __post_init__(self) -> None:
         for key, choices in (
             ("kind", RouterKind),
             ("gate_scale", GateScale),
             ("selection", Selection),
+            ("execution", Execution),
         ):
             value = getattr(self, key)
             if value not in get_args(choices):
@@ -118,7 +123,9 @@ class Router(nn.Module):
         """Overwrite ``statistics``; tokens where ``mask_BN`` is false do not count."""
         selected = selected_BNE.to(probs_BNE.dtype)
         if mask_BN is None:
-            num_tokens = probs_BNE.new_tensor(float(probs_BNE[..., 0].numel()))
+            # Filled where it is needed: a tensor made of a Python number is copied there, and the
+            # device waited for.
+            num_tokens = probs_BNE.new_full((), probs_BNE.shape[:-1].numel())
         else:
             weight_BN1 = mask_BN.to(probs_BNE.dtype).unsqueeze(-1)
             probs_BNE, selected = probs_BNE * weight_BN1, selected * weight_BN1

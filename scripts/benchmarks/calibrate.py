@@ -1,0 +1,110 @@
+"""From how many keys on sparse execution pays: ``moh/heads/thresholds.json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moh.heads
+from benchmarks.attention import attention_contenders
+from benchmarks.measure import environment
+from benchmarks.shape import AttentionShape
+from benchmarks.timing import interleave, middle, ratio
+from moh.heads.thresholds import kind_of_work
+from moh.runner import write_text
+
+PATH = Path(moh.heads.__file__).parent / "thresholds.json"
+HEADS, HEAD_DIM, SHARED_SHARE = 20, 64, 0.4
+SKIPPED = (0.1, 0.25, 0.5)
+TOKENS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+CACHED = (256, 1024, 4096, 8192, 16384, 32768)
+# Sparse must win by this much: a ratio nearer to one is worth nothing, and may be noise.
+MARGIN = 0.97
+# A gain this large twice in a row needs no longer sequences to be believed.
+CLEAR = 0.85
+SECONDS, ROUNDS = 4.0, 25
+
+
+def run(device: str) -> None:
+    """Measure sparse over dense attention and write the steps of this device."""
+    kinds = [(1, False, False)] + [
+        (0, causal, training) for causal in (False, True) for training in (False, True)
+    ]
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
+    for queries, causal, training in kinds:
+        kind = kind_of_work(queries, causal, training)
+        ratios[kind] = {}
+        for skipped in SKIPPED:
+            found = _ratios(device, bool(queries), causal, training, skipped)
+            ratios[kind][str(skipped)] = {str(size): value for size, value in found.items()}
+    where = environment()
+    measured = json.loads(PATH.read_text())
+    measured["devices"][device] = {
+        "machine": where["gpu"] or f"{where['cpu']}, {where['threads']} threads",
+        "torch": where["torch"],
+        "commit": where["commit"],
+        "shape": f"batch 1, {HEADS} heads of width {HEAD_DIM}, float32",
+        "steps": {kind: steps(found) for kind, found in ratios.items()},
+        "sparse_over_dense": ratios,
+    }
+    write_text(PATH, json.dumps(measured, indent=1) + "\n")
+    print(f"written: {PATH}", file=sys.stderr)
+
+
+def steps(ratios: dict[str, dict[str, float]]) -> list[list[float]]:
+    """Steps ``[skipped, keys]`` from sparse over dense by skipped share and number of keys.
+
+    The number of keys is the least from which on every larger one that was measured pays.
+    """
+    found = []
+    for skipped, by_size in ratios.items():
+        paying = None
+        for size in sorted(by_size, key=int, reverse=True):
+            if by_size[size] > MARGIN:
+                break
+            paying = int(size)
+        if paying is not None:
+            found.append([float(skipped), paying])
+    return found
+
+
+def _ratios(
+    device: str, cached: bool, causal: bool, training: bool, skipped: float
+) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for size in CACHED if cached else TOKENS:
+        shape = AttentionShape(
+            tokens=size,
+            queries=1 if cached else size,
+            heads=HEADS,
+            head_dim=HEAD_DIM,
+            batch=1,
+            key_heads=HEADS,
+            ratio=1 - skipped,
+            shared_share=SHARED_SHARE,
+            causal=causal,
+            backward=training,
+            dtype="fp32",
+            device=device,
+        )
+        contenders: dict[str, Any] = attention_contenders(shape)[0]
+        times = interleave(
+            {name: contenders[name] for name in ("dense", "sparse")}, SECONDS, ROUNDS, device
+        )
+        found[size] = round(middle(ratio(times, "sparse", "dense"))[0], 3)
+        kind = kind_of_work(shape.queries, causal, training)
+        print(
+            f"{kind:24} {skipped:4.0%} skipped  {size:6} keys  sparse/dense {found[size]:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
+        del contenders, times
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        if len(found) > 1 and max(list(found.values())[-2:]) < CLEAR:
+            break
+    return found

@@ -1,0 +1,218 @@
+"""Page and figure of one machine's measurements, made from its ``benchmark.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moh.reporting.style import INK, MUTED, colour, look, save_png
+from moh.runner import write_text
+
+PAPER = Path(__file__).resolve().parents[2] / "experiments" / "speed" / "paper.yaml"
+
+Record = dict[str, Any]
+
+SECTIONS = {
+    "table7": (
+        "The shapes of the paper's Table 7",
+        "Attention alone, 32 heads of width 64. The paper's times are of another machine, with "
+        "all products of both methods replaced by sparse ones; only its speed-ups compare.",
+    ),
+    "long": ("Longer sequences", "Attention alone, inference."),
+    "backward": ("Forward and backward", "Attention alone."),
+    "cached": ("One query with cached keys", "Attention alone, a step of generation."),
+    "layer": (
+        "A layer",
+        "timm's attention layer with its projections and, for MoH, its router and balance loss.",
+    ),
+    "model": (
+        "Models",
+        "Inference, or a training step (forward, backward, AdamW). Plain: all heads, explicit "
+        "softmax, gates by einsum; for TransNeXt also unfolded windows.",
+    ),
+}
+
+
+def render(folder: Path) -> Path:
+    """Write ``README.md`` and ``speedup.png`` beside the records; returns the page's path."""
+    found = json.loads((folder / "benchmark.json").read_text())
+    where, records = found["environment"], found["measurements"]
+    save_png(figure(records), folder / "speedup.png")
+    page = folder / "README.md"
+    write_text(page, "\n".join(_page(where, records)) + "\n")
+    return page
+
+
+def _page(where: Record, records: Sequence[Record]) -> Iterator[str]:
+    machine = where["gpu"] or f"{where['cpu']}, {where['threads']} threads"
+    yield f"# Speed on {machine}"
+    yield ""
+    yield (
+        f"PyTorch {where['torch']}, Python {where['python']}, commit {str(where['commit'])[:7]}"
+        f"{' with changes' if where['dirty'] else ''}. Written by `make benchmark`."
+    )
+    yield ""
+    yield (
+        "All ways to compute a shape were timed in one process, in turns. Times are medians in "
+        "ms; ratios are medians of each round's ratio to MHA, below 1 is faster. *Limit* is the "
+        "least ratio possible: multiply-accumulates of the active heads over those of all. "
+        "*Auto* is what `execution=auto` took. Skewed: routed head i is selected as 1/i."
+    )
+    yield ""
+    yield "![Speed-up over MHA against sequence length](speedup.png)"
+    paper = yaml.safe_load(PAPER.read_text())
+    for section, (title, text) in SECTIONS.items():
+        rows = [record for record in records if record["section"] == section]
+        if not rows:
+            continue
+        yield from ("", f"## {title}", "", text, "")
+        yield from _table(section, rows, paper)
+
+
+def _table(section: str, rows: Sequence[Record], paper: Record) -> Iterator[str]:
+    kind = "model" if section == "model" else "attention"
+    names = ["experiment", "batch"] if kind == "model" else ["keys", "heads", "active", ""]
+    names += ["MHA ms", "plain ms", "dense", "sparse", "limit", "auto", "auto over MHA"]
+    if kind == "model":
+        names.append("auto over plain")
+    if section == "table7":
+        names += ["speed-up", "paper's"]
+    left = 1 if kind == "model" else 0
+    yield "| " + " | ".join(names) + " |"
+    yield "|" + "|".join("---" if i < left else "---:" for i in range(len(names))) + "|"
+    for record in rows:
+        yield "| " + " | ".join(_cells(section, record, paper)) + " |"
+
+
+def _cells(section: str, record: Record, paper: Record) -> Iterator[str]:
+    if section == "model":
+        yield record["experiment"] + (", training step" if record["train"] else ", inference")
+        yield str(record["batch"])
+    else:
+        yield f"{record['tokens']:,}"
+        yield str(record["heads"])
+        yield f"{100 * record['activated_ratio']:.0f} %"
+        yield ", ".join(
+            word
+            for word, said in (
+                ("causal", record["causal"]),
+                ("training", record["backward"]),
+                ("skewed", record["load"] == "skewed"),
+            )
+            if said
+        )
+    yield _time(record["mha_ms"])
+    yield "too large" if record["reference_ms"] is None else _time(record["reference_ms"])
+    yield f"{record['dense_over_mha']:.2f}"
+    yield _spread(record, "sparse")
+    yield f"{record['limit']:.2f}"
+    yield record.get("auto", "by layer")
+    yield _spread(record, "auto")
+    if section == "model":
+        yield f"{record['auto_over_reference']:.2f}"
+    if section == "table7":
+        yield f"{1 / record['auto_over_mha']:.2f}×"
+        yield paper_speedup(paper, record)
+
+
+def paper_speedup(paper: Record, record: Record) -> str:
+    """The paper's MHA time over its MoH time at the shape of a record."""
+    times = paper["milliseconds"].get(record["tokens"])
+    wanted = round(100 * record["ratio"])
+    if times is None or wanted not in times:
+        return "–"
+    return f"{times[100] / times[wanted]:.2f}×"
+
+
+def _time(milliseconds: float) -> str:
+    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
+    return f"{milliseconds:,.{digits}f}"
+
+
+def _spread(record: Record, name: str) -> str:
+    """Ratio with half the distance of its quartiles."""
+    low, high = record["quartiles_over_mha"][name]
+    return f"{record[f'{name}_over_mha']:.2f} ± {(high - low) / 2:.2f}"
+
+
+def figure(records: Sequence[Record]) -> Figure:
+    """Speed-up of attention over MHA against keys: bidirectional left, causal right."""
+    paper = yaml.safe_load(PAPER.read_text())
+    with look():
+        found = Figure(figsize=(9.0, 3.6), layout="constrained")
+        panels = found.subplots(1, 2, sharey=True)
+        for axes, causal in zip(panels, (False, True), strict=True):
+            _panel(axes, records, causal)
+            axes.set_title("Causal" if causal else "Bidirectional")
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("tokens")
+            axes.axhline(1, color=INK, linewidth=1.2)
+        for tokens, times in paper["milliseconds"].items():
+            for ratio in (75, 50):
+                panels[0].plot(
+                    tokens,
+                    times[100] / times[ratio],
+                    marker="x",
+                    color=colour(f"_{ratio}"),
+                    markersize=7,
+                    markeredgewidth=1.8,
+                    linestyle="none",
+                )
+        panels[0].plot([], [], "x", color=MUTED, label="paper's Table 7")
+        panels[0].plot([], [], ":", color=MUTED, label="limit")
+        panels[0].set_ylabel("speed-up over MHA")
+        panels[0].legend(frameon=False, loc="upper left", fontsize=9)
+        sizes = sorted({record["tokens"] for record in records if _drawn(record)})
+        for axes in panels:
+            axes.set_xticks(sizes, [_short(size) for size in sizes])
+            axes.minorticks_off()
+    return found
+
+
+def _drawn(record: Record) -> bool:
+    return (
+        record["section"] in ("table7", "long")
+        and record["load"] == "even"
+        and round(100 * record["ratio"]) in (75, 50)
+    )
+
+
+def _panel(axes: Axes, records: Sequence[Record], causal: bool) -> None:
+    for ratio in (75, 50):
+        points = sorted(
+            (record["tokens"], record["sparse_over_mha"], record["quartiles_over_mha"]["sparse"])
+            for record in records
+            if _drawn(record)
+            and record["causal"] == causal
+            and round(100 * record["ratio"]) == ratio
+        )
+        if not points:
+            continue
+        sizes = [size for size, *_ in points]
+        middle = [1 / value for _, value, _ in points]
+        bars = [
+            [value - 1 / high for value, (_, _, (_, high)) in zip(middle, points, strict=True)],
+            [1 / low - value for value, (_, _, (low, _)) in zip(middle, points, strict=True)],
+        ]
+        tint = colour(f"_{ratio}")
+        axes.errorbar(
+            sizes,
+            middle,
+            yerr=bars,
+            color=tint,
+            marker="o",
+            markersize=5,
+            capsize=2.5,
+            label=f"MoH-{ratio} sparse",
+        )
+        axes.axhline(100 / ratio, color=tint, linestyle=":", linewidth=1.4)
+
+
+def _short(size: int) -> str:
+    return f"{size // 1024}K" if size >= 1024 else str(size)

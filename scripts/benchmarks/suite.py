@@ -1,0 +1,107 @@
+"""All measurements of ``make benchmark``, and the page made of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import environment, measure
+from benchmarks.models import ModelShape
+from benchmarks.report import render
+from benchmarks.shape import AttentionShape
+from moh.runner import write_json
+
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "benchmarks"
+SECONDS, ROUNDS = 6.0, 40
+SHARED_SHARE = 0.5
+
+Measurement = tuple[str, str, AttentionShape | ModelShape]
+
+
+def measurements(device: str) -> Iterator[Measurement]:
+    """Section, what, shape: the paper's shapes first."""
+    paper = AttentionShape(
+        tokens=256,
+        queries=256,
+        heads=32,
+        head_dim=64,
+        batch=1,
+        key_heads=32,
+        ratio=0.5,
+        shared_share=SHARED_SHARE,
+        causal=False,
+        backward=False,
+        dtype="fp32" if device == "cpu" else "bf16",
+        device=device,
+    )
+    for tokens in (256, 512):
+        for ratio in (0.9, 0.75, 0.5):
+            for load in ("even", "skewed"):
+                shape = replace(paper, tokens=tokens, queries=tokens, ratio=ratio, load=load)
+                yield "table7", "attention", shape
+    few = replace(paper, heads=16, key_heads=16)
+    for causal in (False, True):
+        for tokens in (1024, 2048, 4096, 8192, 16384):
+            for ratio in (0.75, 0.5):
+                shape = replace(few, tokens=tokens, queries=tokens, ratio=ratio, causal=causal)
+                yield "long", "attention", shape
+        skewed = replace(few, tokens=4096, queries=4096, causal=causal, load="skewed")
+        yield "long", "attention", skewed
+    for causal in (False, True):
+        for tokens in (1024, 2048, 4096):
+            shape = replace(few, tokens=tokens, queries=tokens, causal=causal, backward=True)
+            yield "backward", "attention", shape
+    for tokens in (4096, 32768):
+        yield "cached", "attention", replace(few, tokens=tokens, queries=1)
+    for backward in (False, True):
+        for tokens in (196, 256, 1024, 2048):
+            shape = replace(few, tokens=tokens, queries=tokens, ratio=0.75, backward=backward)
+            yield "layer", "layer", shape
+    for experiment, batch, tokens in (
+        ("vit/moh_s_75", 4, None),
+        ("dit/moh_s2_75", 4, None),
+        ("llm/moh_s_50_100b", 1, 2048),
+    ):
+        for train in (False, True):
+            shape = ModelShape(experiment, batch, tokens, train, "fp32", device)
+            yield "model", "train" if train else "model", shape
+
+
+def run(device: str) -> None:
+    """Measure everything and write records, page and figure to ``results/benchmarks/``."""
+    where = environment()
+    machine = where["gpu"] or f"{where['cpu']} {where['threads']} threads"
+    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    todo, records = list(measurements(device)), []
+    for number, (section, what, shape) in enumerate(todo, start=1):
+        record: dict[str, Any] = {"section": section}
+        record |= measure(what, shape, SECONDS, ROUNDS)
+        records.append(record)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        print(f"{number}/{len(todo)}  {line(record)}", file=sys.stderr, flush=True)
+    write_json(folder / "benchmark.json", {"environment": where, "measurements": records})
+    print(render(folder))
+
+
+def line(record: dict[str, Any]) -> str:
+    """A measurement in one line, while the others are still running."""
+    name = record.get("experiment") or (
+        f"{record['heads']} heads x {record['tokens']} tokens, "
+        f"{100 * record['activated_ratio']:.0f} % active"
+        + (", causal" if record["causal"] else "")
+        + (", backward" if record["backward"] else "")
+        + (", skewed" if record["load"] == "skewed" else "")
+    )
+    return (
+        f"{record['what']:9} {name}: MHA {record['mha_ms']:.2f} ms, dense "
+        f"{record['dense_over_mha']:.2f}, sparse {record['sparse_over_mha']:.2f}, "
+        f"limit {record['limit']:.2f}"
+    )
