@@ -231,7 +231,6 @@ class EvalConfig:
     """What is measured, and how much of it."""
 
     batch: int = 64
-    precision: str = "fp32"  # fp32 | bf16 | fp16: autocast
     ema: bool = True  # evaluate the averaged weights where there are any
     samples: int | None = None  # generated images; null: the protocol's number
     sampling_steps: int = 250

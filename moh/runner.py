@@ -76,6 +76,7 @@ NOT_HASHED = (
 
 NOT_HASHED_IN = (
     ("trainer", "log_every"),
+    ("trainer", "keep_at"),
     ("data", "root"),
     ("eval", "data_root"),
     ("eval", "features_path"),
@@ -86,13 +87,6 @@ NOT_HASHED_IN = (
 
 
 FOLLOW_SECONDS = 600  # that the other machines wait for the first one to prepare a run
-
-NOT_HASHED_IN = (
-    ("trainer", "log_every"),
-    ("trainer", "keep_at"),
-    ("data", "root"),
-    ("eval", "data_root"),
-)
 
 
 def config_hash(config: DictConfig) -> str:
