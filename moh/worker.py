@@ -79,6 +79,8 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     model = build_model(built, config.heads, config.seed, dtype)
     # A model that is to be sharded may not fit on one device: FSDP moves it block by block.
     model = model.to("cpu" if sharded else device)
+    # Before anything is written, since what does not fit leaves nothing.
+    samples = load_weights(config, folder, model) if config.mode == "eval" else None
     record: dict[str, Any] = {
         "run_id": identity,
         "name": record_name(config),
@@ -113,15 +115,13 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     budget = config.weights_at or config.trainer.samples
     try:
         with RunProgress(identity, config.logger.progress) as progress:
-            scored, samples = model, None
+            scored = model
             if config.mode in ("train", "both"):
                 trainer = Trainer(config, model, task, folder, logger, progress)
                 trained = trainer.fit()
                 record["seconds"]["train"] += trained.seconds
                 samples = trained.samples
                 scored = trained.ema if trained.ema and config.eval.ema else model
-            else:
-                samples = load_weights(config, folder, model)
             if sharded:
                 empty = build_model(config.model, config.heads, config.seed).to(device)
                 scored = gathered(scored, empty)
@@ -262,12 +262,14 @@ def _say_scores(
 ) -> None:
     if evaluation.table is not None:
         progress.say(evaluation.table)
-    name, metric = next(iter(evaluation.metrics.items()))
-    progress.say(
-        f"{identity}: [bold]{name} {metric.value:.2f}[/] {metric.unit}".rstrip()
-        + f"  ({record['seconds']['train']:.0f} s training, "
-        + f"{record['seconds']['eval']:.0f} s evaluation)"
-    )
+    seconds, given = record["seconds"], record["status"] == EVALUATED
+    # The first is the task's own score.
+    first = next(iter(evaluation.metrics))
+    shown = [(name, m) for name, m in evaluation.metrics.items() if name in (first, "top5")]
+    scores = ", ".join(f"[bold]{name} {m.value:.2f}[/] {m.unit}".rstrip() for name, m in shown)
+    marks = "".join(f"; {mark}" for mark in shown[0][1].marks)
+    training = "" if given else f"{seconds['train']:.0f} s training, "
+    progress.say(f"{identity}: {scores}  ({training}{seconds['eval']:.0f} s evaluation{marks})")
 
 
 def _earlier_seconds(folder: Path) -> dict[str, float]:

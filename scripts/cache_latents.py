@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from arguments import positive, share
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -126,6 +127,8 @@ def write_shard(
     try:
         save_file({"moments": moments, "labels": labels}, aside, {METADATA: json.dumps(about)})
         os.replace(aside, path)
+    except SafetensorError as error:
+        raise RunError(f"cannot write {path}: {error}") from None
     finally:
         aside.unlink(missing_ok=True)
 

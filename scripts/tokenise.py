@@ -182,8 +182,11 @@ def run(options: argparse.Namespace, part: Part, writer: ShardWriter) -> None:
                 if writer.held >= options.shard_tokens or following is None:
                     writer.write(following)
                 note = f"{made:,} tokens  {(made - before) / (time.monotonic() - begun):,.0f}/s"
-                done, total = (batch.read, sum(part.sizes)) if most is None else (made, most)
-                progress("tokenising", min(done, total), max(1, total), note)
+                if most is None:
+                    done, total, note = batch.read >> 20, sum(part.sizes) >> 20, f"MiB, {note}"
+                else:
+                    done, total = min(made, most), most
+                progress("tokenising", done, max(1, total), note)
                 if following is None:
                     break
         except BaseException:
@@ -280,10 +283,17 @@ def say_totals(out: Path, index: dict[str, Any]) -> None:
     train, held = index["train"], index["validation"]
     console.print(
         f"{out}: {len(index['shards'])} shards, {train['tokens']:,} training tokens of "
-        f"{train['documents']:,} documents, {held['tokens']:,} held out of {held['documents']:,}, "
+        f"{train['documents']:,} documents, {held['documents']:,} documents held out, "
         f"{sum(index['skipped'].values()):,} records skipped",
         soft_wrap=True,
     )
+    if not held["documents"]:
+        console.print(
+            "nothing is held out to score a model on: choose a larger --validation-share for a "
+            "source as small as this",
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def verify(out: Path) -> int:

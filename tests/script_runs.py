@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import resource
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
@@ -24,6 +25,17 @@ def finish(name: str, *arguments: object, status: int = 0) -> str:
     if status:
         assert len(error.getvalue().strip().splitlines()) <= 1, error.getvalue()
     return out.getvalue() + error.getvalue()
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file may grow above ``most`` bytes: what a full disk does to whoever writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def kill(name: str, *arguments: object, when: Callable[[], bool]) -> None:

@@ -65,6 +65,7 @@ def configure(tree: Path, folder: Path, *more: str):
             "task.mix_batch=4",
             "trainer.checkpoint_every=8",
             "trainer.precision=fp32",
+            "task.mix_batch=2",
             "trainer.log_every=1",
             "optim.warmup_samples=8",
             f"runs_dir={folder}/runs",

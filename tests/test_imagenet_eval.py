@@ -193,6 +193,14 @@ def test_one_command_scores_the_authors_file_with_nothing_but_validation_images(
     assert metrics["top1"]["value"] == pytest.approx(100 * sum(hits) / 15)
 
 
+def test_weights_that_do_not_fit_leave_nothing(lies, published, tmp_path):
+    other = configure(lies.folder, tmp_path, f"checkpoint={published}", "heads.num_shared=[3,3]")
+    with pytest.raises(RunError, match=r"does not fit the model; .*router\.routed") as caught:
+        run(other)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_given_weights_never_stand_for_a_training(lies, published, tmp_path):
     config = configure(lies.folder, tmp_path, f"checkpoint={published}")
     run(config)

@@ -146,6 +146,17 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_cache(cached, images, vae, 
     assert not list(out.glob(".train*"))
 
 
+def test_a_full_disk_leaves_nothing_half_written(cached, images, vae, tmp_path):
+    out = tmp_path / "full"
+    with script_runs.small_files(10_000):
+        said = script_runs.finish("cache_latents", *arguments(images, vae, out), status=1)
+    assert "train-00000.safetensors: " in said
+    assert "File too large" in said
+    assert not list(out.glob("*.safetensors")) + list(out.glob(".train*"))
+    script_runs.finish("cache_latents", *arguments(images, vae, out))
+    assert script_runs.files(out) == script_runs.files(cached)
+
+
 def test_parts_make_the_same_cache(cached, images, vae, tmp_path):
     out = tmp_path / "parts"
     said = script_runs.finish("cache_latents", *arguments(images, vae, out, "--part", "2/2"))

@@ -133,6 +133,17 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_shards(made, corpus, tokeni
     assert "holds shards of other sources, another tokenizer or other options" in said
 
 
+def test_a_full_disk_leaves_nothing_half_written(made, corpus, tokenizer, tmp_path):
+    out = tmp_path / "full"
+    command = arguments(corpus, tokenizer, out)
+    with script_runs.small_files(40_000):
+        said = script_runs.finish("tokenise", *command, status=1)
+    assert "shards/1of1-00000: no space left on the device, or a limit" in said
+    assert not list(out.glob("shards/*")) + list(out.glob("shards/.*"))
+    script_runs.finish("tokenise", *command)
+    assert script_runs.files(out) == script_runs.files(made)
+
+
 def test_parts_make_the_same_tokens_as_one(made, corpus, tokenizer, tmp_path):
     out = tmp_path / "parts"
     command = arguments(corpus, tokenizer, out, "--validation-share", 0)
@@ -295,6 +306,12 @@ def test_a_mixture_is_opened_and_its_mistakes_are_one_line(made, tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=r"go up to 400 > model\.vocab_size 300"):
         ShardedText.load(config(made), 300)
+    bare = tmp_path / "bare"
+    os.system(f"cp -r {made} {bare}")
+    for shard in bare.glob("shards/*"):
+        np.save(shard / "validation_documents.npy", np.empty((0, 2), dtype=np.int64))
+    with pytest.raises(RunError, match="holds no document that is held out"):
+        ShardedText.load(config(bare), 400)
     with pytest.raises(RunError, match=r"needs at least \d+ training tokens"):
         ShardedText.load(config(made), 400).stream(10**6, 0)
 

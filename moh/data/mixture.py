@@ -187,6 +187,11 @@ class ShardedText:
         held = [
             source.held_out(share) for source, share in zip(sources.values(), shares, strict=True)
         ]
+        if not any(size for _, size in held):
+            raise RunError(
+                f"{root} holds no document that is held out, to score the model on: tokenise it "
+                "with a larger --validation-share"
+            )
         boundary = np.array([first.index["boundary"]], dtype=first.index["dtype"])
         identity = {
             "weights": weights,

@@ -138,6 +138,10 @@ class ShardWriter:
             entry["following"] = following
             write_json(aside / SHARD, entry)
             rename_folder(aside, target)
+        except OSError as error:
+            # NumPy says how much it could write, not why.
+            why = error.strerror or "no space left on the device, or a limit on the size of files"
+            raise RunError(f"cannot write {target}: {why}") from None
         finally:
             # Left where writing failed.
             shutil.rmtree(aside, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -168,7 +169,11 @@ def encode_in_worker(records: list[Record], key: str) -> Encoded:
 
 
 def end_with_parent() -> None:
-    """End this process soon after the one that started it: a killed parent leaves no orphans."""
+    """Leave stopping to the process that started this one, and end soon after it.
+
+    So Ctrl-C is told once, and a parent that was killed leaves no orphans.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
 
     def watch() -> None:

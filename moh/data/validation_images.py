@@ -48,7 +48,7 @@ class ValidationImages:
         self.config, self.num_classes = config, num_classes
         if config.root is None:
             raise RunError(
-                f"data.root is not set: {config.name} needs a folder with train/ and val/"
+                f"data.root is not set: where {config.name} lies (val/, and train/ to train)"
             )
         where = Path(config.root)
         if config.form == "folder":
