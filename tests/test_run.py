@@ -31,11 +31,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(family, tmp_path, monkeypatch):
     stopped = tiny(family, tmp_path / "b", "trainer.checkpoint_every=16")
     update, calls = Trainer._update, []
 
-    def stopping(self, logged):
+    def stopping(self, logged, stop):
         calls.append(self.samples)
         if len(calls) == 3:
             raise StopError
-        return update(self, logged)
+        return update(self, logged, stop)
 
     monkeypatch.setattr(Trainer, "_update", stopping)
     with pytest.raises(StopError):
