@@ -252,6 +252,7 @@ def test_every_form_holds_the_same_images(form, lies):
     assert read("datasets" if form == "saved" else form, root) == read("folder", lies.folder)
 
 
+@pytest.mark.slow
 def test_two_processes_count_each_image_once_and_score_alike(lies, published, tmp_path):
     scores = []
     for processes in (1, 2):
