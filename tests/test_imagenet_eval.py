@@ -207,7 +207,7 @@ def test_given_weights_never_stand_for_a_training(lies, published, tmp_path):
     records = load_records(tmp_path / "results")
     assert not records.problems
     assert records.of("vit/moh_b_75") == []
-    assert [r.finished for r in records.of("vit/moh_b_75-eval")] == [False]
+    assert [r.get("status") for r in records.of("vit/moh_b_75-eval")] == ["evaluated"]
     # Another file is another record, the same file in another place is not.
     copy = tmp_path / "copy.pth"
     shutil.copyfile(published, copy)
