@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKL
 from omegaconf import DictConfig, OmegaConf
 from test_image_sets import pictures, save_folder
-from test_run import folder_of, tiny
+from tiny_runs import folder_of, tiny
 
 from moh.backbones.build import build_model
 from moh.backbones.published.dit import to_published
