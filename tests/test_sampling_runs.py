@@ -247,7 +247,7 @@ def test_a_demo_run_keeps_no_set_and_marks_its_precision(tmp_path):
         "recall_efficientnet_lite0",
         "fd_efficientnet_lite0_untrained",
     ]
-    assert metrics["fd_efficientnet_lite0"]["marks"] == ["20 samples", "bf16"]
+    assert metrics["fd_efficientnet_lite0"]["marks"] == ["20 samples", "bf16 autocast"]
     left = {path.name for path in folder_of(config).iterdir()}
     assert not {"samples", "samples.npz", "samples.json"} & left
     with pytest.raises(RunError, match="holds no samples"):
