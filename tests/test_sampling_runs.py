@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKL
 from omegaconf import DictConfig, OmegaConf
 from test_image_sets import pictures, save_folder
-from test_run import folder_of, tiny
+from tiny_runs import folder_of, tiny
 
 from moh.backbones.build import build_model
 from moh.backbones.published.dit import to_published
@@ -247,7 +247,7 @@ def test_a_demo_run_keeps_no_set_and_marks_its_precision(tmp_path):
         "recall_efficientnet_lite0",
         "fd_efficientnet_lite0_untrained",
     ]
-    assert metrics["fd_efficientnet_lite0"]["marks"] == ["20 samples", "bf16"]
+    assert metrics["fd_efficientnet_lite0"]["marks"] == ["20 samples", "bf16 autocast"]
     left = {path.name for path in folder_of(config).iterdir()}
     assert not {"samples", "samples.npz", "samples.json"} & left
     with pytest.raises(RunError, match="holds no samples"):

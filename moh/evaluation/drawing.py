@@ -13,10 +13,10 @@ from moh.config import Config
 from moh.errors import RunError
 from moh.evaluation.image_sets import ImageSource
 from moh.evaluation.latents import LatentDecoder
+from moh.evaluation.precision import precision
 from moh.evaluation.sampling import class_labels, sample, to_uint8
 from moh.tasks.diffusion import GaussianDiffusion, Model
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FULL_SET = 50_000  # images behind a quotable Fréchet distance
 
 
@@ -124,12 +124,9 @@ class Drawing:
 
     def _precise(self, model: Model, device: torch.device) -> Model:
         """The model in the precision of the protocol; everything around it stays float32."""
-        dtype = DTYPES.get(self.config.eval.precision)
-        if dtype is None:
-            return model
 
         def call(x: Tensor, t_B: Tensor, labels_B: Tensor) -> Tensor:
-            with torch.autocast(device.type, dtype):
+            with precision(self.config.eval.precision, device):
                 return model(x, t_B, labels_B)
 
         return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from moh.data.order import stable_seed
 from moh.evaluation.features import FeatureExtractor
 from moh.evaluation.frechet import FeatureStatistics, Gaussian, Moments
 from moh.evaluation.image_sets import ImageSource
-
-Progress = Callable[[str, int, int], None]
+from moh.tasks.base import Progress
 
 # Features kept for precision and recall; of larger sets evenly spaced ones.
 KEPT = 50_000

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from moh.evaluation.precision import precision
+
 _LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -68,7 +70,9 @@ class FeatureExtractor(nn.Module):
                 f"features need uint8 images (B, 1 or 3, H, W), got {images_BCHW.dtype} "
                 f"{tuple(images_BCHW.shape)}"
             )
-        return self.extract(images_BCHW.to(next(self.network.parameters()).device))
+        device = next(self.network.parameters()).device
+        with precision("fp32", device):
+            return self.extract(images_BCHW.to(device))
 
     network: Any
 

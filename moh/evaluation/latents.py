@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moh.errors import RunError
+from moh.evaluation.precision import precision
 
 PIECE = 16  # latents decoded at a time: pictures of 256 pixels need 0.5 GB each on the way
 
@@ -67,7 +68,7 @@ class LatentDecoder(nn.Module):
     def forward(self, latents_BCHW: Tensor) -> Tensor:
         """Decode scaled latents to float32 pictures about [-1, 1], (B, 3, factor H, factor W)."""
         x = latents_BCHW.float() / self.scale + self.shift
-        with _one_thread(x.device):
+        with _one_thread(x.device), precision("fp32", x.device):
             return torch.cat([self._decode(piece) for piece in x.split(PIECE)])
 
     def _decode(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moh.errors import RunError
-from moh.evaluation.extraction import Progress, SetFeatures, cached_features
+from moh.evaluation.extraction import SetFeatures, cached_features
 from moh.evaluation.features import FeatureExtractor
 from moh.evaluation.frechet import Gaussian
 from moh.evaluation.image_sets import (
@@ -19,6 +19,7 @@ from moh.evaluation.image_sets import (
     open_images,
     small_arrays,
 )
+from moh.tasks.base import Progress
 
 
 @dataclass

@@ -26,6 +26,7 @@ from moh.evaluation.features import EXTRACTORS, FeatureExtractor, load_features
 from moh.evaluation.frechet import frechet_distance
 from moh.evaluation.heads import HeadLoad
 from moh.evaluation.image_sets import TensorImages
+from moh.evaluation.precision import precision_marks
 from moh.evaluation.reference import Reference
 from moh.evaluation.sample_set import SampleSet, weights_hash
 from moh.evaluation.scores import scores
@@ -221,8 +222,7 @@ class Generation(Task):
     ) -> dict[str, Metric]:
         evaluation = self.config.eval
         marks = [f"{count:,} samples"] if count < FULL_SET else []
-        if evaluation.precision != "fp32":
-            marks.append(evaluation.precision)
+        marks += precision_marks(evaluation.precision)
         if evaluation.reference is not None and self.reference.pooled is None:
             marks.append(f"against {self.reference.label}")
         against = (
