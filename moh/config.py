@@ -133,7 +133,7 @@ class ImagesConfig(DataConfig):
     vae: str | None = None  # folder or hub name of an AutoencoderKL (folder_vae)
     repeats: int = 1  # times that a pass shows each image it has (repeated augmentation; folder)
     repeat_spread: int = 1  # parts of a global batch over which the copies are dealt
-    workers: int = 8
+    workers: int = 8  # processes that decode images (folder, folder_vae)
     # How evaluation images become square; not for npz, which is resized as a whole.
     crop_pct: float = 0.875  # size over the side they are resized to
     crop_mode: str = "center"  # timm's: center | squash | border

@@ -1,7 +1,8 @@
 """Tokenise a text source into memory-mapped shards for training language models.
 
     python scripts/tokenise.py OUT --tokenizer FOLDER --source '/data/c4/*.json.gz'
-    python scripts/tokenise.py OUT --tokenizer FOLDER --source hub:allenai/dolma:v1_7 --part 2/8
+    python scripts/tokenise.py OUT --tokenizer FOLDER --source /data/dolma --part 2/8
+    python scripts/tokenise.py OUT --tokenizer FOLDER --source hub:allenai/c4:en
     python scripts/tokenise.py OUT --verify
     python -m moh experiment=llm/moh_b_75_100b data.root=FOLDER_OF_OUTS
 
@@ -9,7 +10,8 @@ Sources are JSON lines (.jsonl, .json, .ndjson), plain text (.txt) and parquet f
 with gzip, zstd, bzip2 or xz or not, folders and patterns of them, or hub:NAME[:CONFIG[:SPLIT]] for
 whatever `datasets` loads. For a mixture each source gets an OUT of its own, side by side in one
 folder; the weights are data.sources in conf/data/pretraining_2048.yaml. What was interrupted goes
-on where it stopped. Parts may run at once, on several machines: part K of N takes every N-th file.
+on where it stopped. Parts may run at once, on several machines: part K of N takes every N-th file
+(a hub: data set is one).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 import torch
 from made_images import KINDS
 from PIL import Image
-from test_run import folder_of, weights
+from tiny_runs import folder_of, weights
 
 from moh.cli import compose_config
 from moh.data import reading

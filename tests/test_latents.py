@@ -14,7 +14,7 @@ from made_images import CLASSES, KINDS, picture, small_vae, tree
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from test_run import weights
+from tiny_runs import weights
 
 from moh.cli import compose_config
 from moh.config import ImagesConfig
