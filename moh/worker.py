@@ -104,6 +104,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         # Not a training of ours: no share of a budget, no batch of an optimiser.
         del record["share"], record["global_batch"]
         record["checkpoint"] = weights.describe(str(config.checkpoint), model)
+        record["weights_of"] = config.weights_of
     if not distribution.is_main():
         config.logger.wandb, config.logger.progress = "disabled", False
     logger = RunLogger(config.logger, folder, plain, identity)

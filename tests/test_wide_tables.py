@@ -254,3 +254,19 @@ def test_every_rendering_shows_sections_and_marks() -> None:
     assert r"| **50 %\_** |  |" in RENDERERS["markdown"](made)
     assert '<th colspan="2" scope="rowgroup">50 %_</th>' in RENDERERS["html"](made)
     assert "50 %_" in printed(made, 80)
+
+
+def test_seeds_of_a_row_that_evaluates_another_add_up(tmp_path: Path) -> None:
+    for seed in range(2):
+        write_row(
+            tmp_path,
+            "dit/mha_xl2_cfg125",
+            seed,
+            {"fid": metric(3.0 + seed, "", higher=False)},
+            status="evaluated",
+            weights_of="dit/mha_xl2",
+            config_hash=f"{'a' * 8}-{seed}",
+        )
+    result = collect(definition("dit_imagenet"), load_records(tmp_path))["mha_xl2_cfg125"]
+    assert len(result.runs) == 2
+    assert result.state.complete

@@ -186,7 +186,9 @@ class Record:
     @property
     def configuration(self) -> str:
         """Equal for runs that differ in nothing but the seed."""
-        return str(self.run.get("config_hash") or f"{self.protocol} {self.changes()}")
+        stored = str(self.run.get("config_hash") or f"{self.protocol} {self.changes()}")
+        # What another row has trained differs with the seed, and that is meant.
+        return stored.partition("-")[0] if self.run.get("weights_of") else stored
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
