@@ -305,12 +305,12 @@ def load_config(folder: Path) -> Config:
 
 
 def finished(folder: Path) -> bool:
-    """True if the run trained its whole budget and was evaluated, or scored given weights."""
+    """True if the run trained its whole budget and was evaluated."""
     try:
         status = json.loads((folder / "run.json").read_text())["status"]
     except (OSError, ValueError, KeyError):
         return False
-    return status in ("finished", EVALUATED) and (folder / "metrics.json").is_file()
+    return bool(status == "finished") and (folder / "metrics.json").is_file()
 
 
 def progress_of(config: DictConfig) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_run import folder_of, tiny
+from tiny_runs import folder_of, tiny
 
 from moh.cli import compose_config
 from moh.errors import RunError
@@ -37,8 +37,9 @@ def test_a_row_evaluates_the_weights_that_another_has_trained(tmp_path: Path, ca
 
     run(other)
     record, metrics = recorded(tmp_path, "other")
-    assert (record["status"], record["samples"]) == ("evaluated", 64)
-    assert record["weights_of"] == record["name"].replace("other", "demo/vit/moh_50")
+    assert (record["status"], record["samples"], record["share"]) == ("finished", 64, 1.0)
+    assert record["weights_of"] == "demo/vit/moh_50"
+    assert Path(record["checkpoint"]["path"]) == folder_of(trained)
     scores = recorded(tmp_path, "demo/vit/moh_50")[1]
     assert metrics == scores
     run(other)
@@ -47,7 +48,7 @@ def test_a_row_evaluates_the_weights_that_another_has_trained(tmp_path: Path, ca
     early = tiny("vit", tmp_path, *EVALUATION, "name=early", "weights_at=16")
     run(early)
     record, metrics = recorded(tmp_path, "early")
-    assert (record["status"], record["samples"]) == ("evaluated", 16)
+    assert (record["status"], record["samples"]) == ("finished", 16)
     assert metrics != scores
     gone = tiny("vit", tmp_path, *EVALUATION, "name=gone", "weights_at=32")
     with pytest.raises(RunError, match="no checkpoint at sample 32"):
