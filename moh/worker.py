@@ -103,7 +103,9 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     if given:
         # Not a training of ours: no share of a budget, no batch of an optimiser.
         del record["share"], record["global_batch"]
+    if config.mode == "eval" and config.checkpoint is not None:
         record["checkpoint"] = weights.describe(str(config.checkpoint), model)
+        record["weights_of"] = config.weights_of
     if not distribution.is_main():
         config.logger.wandb, config.logger.progress = "disabled", False
     logger = RunLogger(config.logger, folder, plain, identity)

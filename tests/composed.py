@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from moh.backbones.build import build_model, make_plan, router_options
+from moh.backbones.build import build_model, make_plan, router_options, without_pretrained
 from moh.backbones.convert import convert, head_plan, head_shapes, revert
 from moh.cli import compose_config, experiments
 from moh.config import Config, HeadsConfig
@@ -45,6 +45,7 @@ def _baseline(model: str, name: str) -> nn.Module:
 
 def _typed(name: str) -> Config:
     config: Config = OmegaConf.to_object(composed(name))  # type: ignore[assignment]
+    config.model = without_pretrained(config.model)
     return config
 
 

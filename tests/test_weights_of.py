@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_run import folder_of, tiny
+from tiny_runs import folder_of, tiny
 
 from moh.cli import compose_config
 from moh.errors import RunError
@@ -17,30 +17,39 @@ from moh.validation import validate
 EVALUATION = ["name=other", "mode=eval", "weights_of=demo/vit/moh_50"]
 
 
+def recorded(folder: Path, name: str) -> tuple[dict, dict]:
+    """The record and the scores of an experiment's only run."""
+    (run_json,) = (folder / "results" / "runs" / name).glob("seed0-*/run.json")
+    metrics = run_json.with_name("metrics.json")
+    return json.loads(run_json.read_text()), json.loads(metrics.read_text())
+
+
 def test_a_row_evaluates_the_weights_that_another_has_trained(tmp_path: Path, capsys) -> None:
     trained = tiny("vit", tmp_path, "trainer.keep_at=[16]", "trainer.checkpoint_every=16")
     other = tiny("vit", tmp_path, *EVALUATION)
     with pytest.raises(RunError, match=r"demo/vit/moh_50 is not trained with seed 0.*run it first"):
         run(other)
-    assert not folder_of(other).exists()
+    assert not (tmp_path / "runs" / "other").exists()
     run(trained)
     # The two newest and the one to keep, of four.
     kept = sorted(path.name for path in (folder_of(trained) / "checkpoints").glob("[0-9]*"))
     assert [int(name) for name in kept] == [16, 48, 64]
 
     run(other)
-    record = json.loads((folder_of(other) / "run.json").read_text())
+    record, metrics = recorded(tmp_path, "other")
     assert (record["status"], record["samples"], record["share"]) == ("finished", 64, 1.0)
-    scores = [json.loads((folder_of(c) / "metrics.json").read_text()) for c in (trained, other)]
-    assert scores[0] == scores[1]
+    assert record["weights_of"] == "demo/vit/moh_50"
+    assert Path(record["checkpoint"]["path"]) == folder_of(trained)
+    scores = recorded(tmp_path, "demo/vit/moh_50")[1]
+    assert metrics == scores
     run(other)
     assert "other/seed0" in capsys.readouterr().out.splitlines()[-1]
 
     early = tiny("vit", tmp_path, *EVALUATION, "name=early", "weights_at=16")
     run(early)
-    record = json.loads((folder_of(early) / "run.json").read_text())
+    record, metrics = recorded(tmp_path, "early")
     assert (record["status"], record["samples"]) == ("finished", 16)
-    assert json.loads((folder_of(early) / "metrics.json").read_text()) != scores[0]
+    assert metrics != scores
     gone = tiny("vit", tmp_path, *EVALUATION, "name=gone", "weights_at=32")
     with pytest.raises(RunError, match="no checkpoint at sample 32"):
         run(gone)

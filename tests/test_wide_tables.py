@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -204,12 +205,29 @@ def test_values_read_by_eye_are_marked() -> None:
 
 
 def test_values_keep_the_digits_that_the_paper_prints() -> None:
-    assert [row.cells[1].text for row in table("timing", Path("no such folder")).rows] == [
-        "0.360",
-        "0.352",
-        "0.321",
-        "0.225",
-    ]
+    found = table("timing", Path("no such folder"))
+    values = [row.cells[2].text for row in found.rows]
+    assert values == ["0.360", "0.352", "0.321", "0.225"]
+
+
+def test_a_benchmark_fills_the_timing_table(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "card"
+    folder.mkdir(parents=True)
+    shape = {"section": "table7", "dtype": "bf16", "batch": 1, "tokens": 256, "ratio": 0.5}
+    times = {"mha_ms": 0.4, "auto_ms": 0.25, "auto_over_mha": 0.625}
+    measured = [{**shape, **times, "load": load} for load in ("even", "skewed")]
+    measured += [{**shape, **times, "load": "even", "section": "long", "tokens": 8192}]
+    where = {"gpu": "Card", "cpu": "CPU", "threads": 2}
+    text = json.dumps({"environment": where, "measurements": measured})
+    (folder / "benchmark.json").write_text(text)
+    found = table("timing", tmp_path)
+    assert lines(found, "mha")["ours (1)"]["256 tokens (ms) \u2193"] == "0.400"
+    ours = lines(found, "moh_50")["ours (1)"]
+    assert ours["256 tokens, speed-up \u2191"] == "1.60"
+    assert ours["512 tokens (ms) \u2193"] == ABSENT
+    assert "Card, bf16, batch 1." in found.notes.values()
+    (folder / "benchmark.json").write_text("{")
+    assert len(load_records(tmp_path).problems) == 1
 
 
 @pytest.mark.parametrize("name", paper_tables())

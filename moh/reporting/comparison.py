@@ -71,7 +71,7 @@ def compare_row(
         paper=_paper_cell(definition, column, row, notes),
         ours=ours,
         delta=delta,
-        paper_gap=_paper_gap_cell(definition, column, row) if column.gap else Cell(),
+        paper_gap=paper_gap_cell(definition, column, row) if column.gap else Cell(),
         gap=_gap_cell(definition, column, row, results, notes) if column.gap else Cell(),
     )
 
@@ -104,6 +104,13 @@ def kind_of(row: RowSpec) -> str:
 def has_paper(definition: TableDefinition, column: ColumnSpec) -> bool:
     """True where the paper prints a value of any row for the column."""
     return any(key == column.key for _, key in definition.paper)
+
+
+def has_paper_gap(definition: TableDefinition, column: ColumnSpec) -> bool:
+    """True where the paper prints both a row and its baseline."""
+    return any(
+        paper_gap_cell(definition, column, row).text != ABSENT for row in definition.spec.rows
+    )
 
 
 def title_of(column: ColumnSpec) -> str:
@@ -227,7 +234,8 @@ def _paper_cell(
     return Cell(about + number(entry.value, entry.decimals), notes=marks)
 
 
-def _paper_gap_cell(definition: TableDefinition, column: ColumnSpec, row: RowSpec) -> Cell:
+def paper_gap_cell(definition: TableDefinition, column: ColumnSpec, row: RowSpec) -> Cell:
+    """The paper's value of a row minus that of its baseline."""
     baseline = definition.baseline_of(row)
     entry = definition.paper.get((row.id, column.key))
     other = None if baseline is None else definition.paper.get((baseline.id, column.key))

@@ -99,7 +99,6 @@ def overview(found: Sequence[Standing]) -> Table:
         demo=False,
         headings=tuple(headings),
         rows=tuple(rows),
-        command="make table-NAME",
     )
 
 

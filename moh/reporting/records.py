@@ -37,6 +37,7 @@ _NEUTRAL_KEYS = (
     "trainer.device",
     "trainer.device_batch",
     "trainer.checkpoint_every",
+    "trainer.keep_at",
     "trainer.log_every",
 )
 
@@ -253,7 +254,47 @@ def load_records(results_dir: Path) -> Records:
             problems.append(f"{where}: unreadable record left out ({_one_line(error)})")
         else:
             runs.append(record)
+    times: list[Record] = []
+    for path in sorted((results_dir / "benchmarks").glob("*/benchmark.json")):
+        try:
+            times += attention_times(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            where = path.parent.relative_to(results_dir)
+            problems.append(f"{where}: unreadable record left out ({_one_line(error)})")
+    # Of several machines, a GPU stands for the others.
+    runs += sorted(times, key=lambda record: record.get("gpu") is None)
     return Records(tuple(runs), tuple(problems))
+
+
+def attention_times(path: Path) -> list[Record]:
+    """Times of attention at the shapes of the paper's Table 7, a record a method.
+
+    Args:
+        path: what ``make benchmark`` wrote on one machine.
+    """
+    data = json.loads(path.read_text(encoding="utf-8"))
+    where = data["environment"]
+    machine = where["gpu"] or f"{where['cpu']}, {where['threads']} threads"
+    found: dict[str, dict[str, Metric]] = {}
+    for item in data["measurements"]:
+        if item["section"] != "table7" or item["load"] != "even":
+            continue
+        marks = (f"{machine}, {item['dtype']}, batch {item['batch']}",)
+        tokens, moh = item["tokens"], f"moh_{round(100 * item['ratio'])}"
+        times = {"mha": (item["mha_ms"], 1.0), moh: (item["auto_ms"], 1 / item["auto_over_mha"])}
+        for method, (milliseconds, speedup) in times.items():
+            metrics = found.setdefault(method, {})
+            metrics[f"attention_{tokens}_ms"] = Metric(milliseconds, "ms", marks=marks)
+            metrics[f"attention_{tokens}_speedup"] = Metric(speedup, "", marks=marks)
+    run = {"protocol": "paper", "status": "finished", "config_hash": path.parent.name}
+    return [
+        Record(
+            path.parent,
+            {**run, "name": f"benchmark/{method}", "run_id": f"benchmark/{method}", **where},
+            metrics,
+        )
+        for method, metrics in found.items()
+    ]
 
 
 def _one_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from moh.reporting.comparison import (
     compare_all,
     field_cell,
     has_paper,
+    has_paper_gap,
     kind_of,
     sentence,
     state_cell,
@@ -114,7 +115,8 @@ def _parts(definition: TableDefinition, column: ColumnSpec) -> list[str]:
     """Fields of a comparison that stand beside each other for one metric."""
     if not has_paper(definition, column):
         return ["ours", "gap"] if column.gap else ["ours"]
-    return ["paper", "ours", "delta"] + (["paper_gap", "gap"] if column.gap else [])
+    gaps = ["paper_gap", "gap"] if has_paper_gap(definition, column) else ["gap"]
+    return ["paper", "ours", "delta"] + (gaps if column.gap else [])
 
 
 def _headings(definition: TableDefinition, column: ColumnSpec) -> list[Heading]:

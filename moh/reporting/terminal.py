@@ -33,6 +33,8 @@ def to_terminal(table: Table, width: int = 100) -> Group:
     parts.append(Text())
     parts += [Text(f"[{mark}] {text}", style="dim") for mark, text in table.notes.items()]
     parts += [Text(remark, style="dim") for remark in table.remarks]
+    if table.command:
+        parts.append(Text(f"Run: {table.command}", style="dim"))
     return Group(*parts)
 
 

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moh.reporting.spec import load_table
 from moh.reporting.style import INK, MUTED, colour, look, save_png
 from moh.runner import write_text
 
-PAPER = Path(__file__).resolve().parents[2] / "experiments" / "speed" / "paper.yaml"
-
 Record = dict[str, Any]
+Speedups = dict[tuple[int, int], float]  # (tokens, activated ratio in percent) -> over MHA
 
 SECTIONS = {
     "table7": (
@@ -66,7 +65,7 @@ def _page(where: Record, records: Sequence[Record]) -> Iterator[str]:
     )
     yield ""
     yield "![Speed-up over MHA against sequence length](speedup.png)"
-    paper = yaml.safe_load(PAPER.read_text())
+    paper = paper_speedups()
     for section, (title, text) in SECTIONS.items():
         rows = [record for record in records if record["section"] == section]
         if not rows:
@@ -75,7 +74,7 @@ def _page(where: Record, records: Sequence[Record]) -> Iterator[str]:
         yield from _table(section, rows, paper)
 
 
-def _table(section: str, rows: Sequence[Record], paper: Record) -> Iterator[str]:
+def _table(section: str, rows: Sequence[Record], paper: Speedups) -> Iterator[str]:
     kind = "model" if section == "model" else "attention"
     names = ["experiment", "batch"] if kind == "model" else ["keys", "heads", "active", ""]
     names += ["MHA ms", "plain ms", "dense", "sparse", "limit", "auto", "auto over MHA"]
@@ -90,7 +89,7 @@ def _table(section: str, rows: Sequence[Record], paper: Record) -> Iterator[str]
         yield "| " + " | ".join(_cells(section, record, paper)) + " |"
 
 
-def _cells(section: str, record: Record, paper: Record) -> Iterator[str]:
+def _cells(section: str, record: Record, paper: Speedups) -> Iterator[str]:
     if section == "model":
         yield record["experiment"] + (", training step" if record["train"] else ", inference")
         yield str(record["batch"])
@@ -121,13 +120,26 @@ def _cells(section: str, record: Record, paper: Record) -> Iterator[str]:
         yield paper_speedup(paper, record)
 
 
-def paper_speedup(paper: Record, record: Record) -> str:
-    """The paper's MHA time over its MoH time at the shape of a record."""
-    times = paper["milliseconds"].get(record["tokens"])
-    wanted = round(100 * record["ratio"])
-    if times is None or wanted not in times:
-        return "–"
-    return f"{times[100] / times[wanted]:.2f}×"
+def paper_speedups() -> Speedups:
+    """The paper's MHA times over its MoH times."""
+    paper = load_table("timing").paper
+    times = {
+        (int(tokens), row): value.value
+        for (row, metric), value in paper.items()
+        if metric.endswith("_ms") and value.value is not None
+        for tokens in [metric.split("_")[1]]
+    }
+    return {
+        (tokens, int(row.removeprefix("moh_"))): times[tokens, "mha"] / milliseconds
+        for (tokens, row), milliseconds in times.items()
+        if row != "mha"
+    }
+
+
+def paper_speedup(paper: Speedups, record: Record) -> str:
+    """The paper's speed-up at the shape of a record."""
+    found = paper.get((record["tokens"], round(100 * record["ratio"])))
+    return "–" if found is None else f"{found:.2f}×"
 
 
 def _time(milliseconds: float) -> str:
@@ -143,7 +155,7 @@ def _spread(record: Record, name: str) -> str:
 
 def figure(records: Sequence[Record]) -> Figure:
     """Speed-up of attention over MHA against keys: bidirectional left, causal right."""
-    paper = yaml.safe_load(PAPER.read_text())
+    paper = paper_speedups()
     with look():
         found = Figure(figsize=(9.0, 3.6), layout="constrained")
         panels = found.subplots(1, 2, sharey=True)
@@ -153,11 +165,11 @@ def figure(records: Sequence[Record]) -> Figure:
             axes.set_xscale("log", base=2)
             axes.set_xlabel("tokens")
             axes.axhline(1, color=INK, linewidth=1.2)
-        for tokens, times in paper["milliseconds"].items():
-            for ratio in (75, 50):
+        for (tokens, ratio), speedup in paper.items():
+            if ratio in (75, 50):
                 panels[0].plot(
                     tokens,
-                    times[100] / times[ratio],
+                    speedup,
                     marker="x",
                     color=colour(f"_{ratio}"),
                     markersize=7,
