@@ -7,6 +7,7 @@ drawn before, so that a run can stop after any sample and go on elsewhere.
 from __future__ import annotations
 
 import hashlib
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class ShuffledOrder:
         self.size, self.seed, self.draws = size, seed, draws
         self._epoch = -1
         self._permutation = self._uniform = torch.empty(0)
+        # Threads that read ahead may be in another pass than who asks.
+        self._lock = Lock()
 
     def _load(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -53,10 +56,11 @@ class ShuffledOrder:
         indices, uniforms = [], []
         while count:
             epoch, place = divmod(first, self.size)
-            self._load(epoch)
             piece = min(count, self.size - place)
-            indices.append(self._permutation[place : place + piece])
-            uniforms.append(self._uniform[place : place + piece])
+            with self._lock:
+                self._load(epoch)
+                indices.append(self._permutation[place : place + piece])
+                uniforms.append(self._uniform[place : place + piece])
             first, count = first + piece, count - piece
         return torch.cat(indices), torch.cat(uniforms)
 

@@ -7,7 +7,6 @@ was not measured: there ``auto`` means dense.
 from __future__ import annotations
 
 import json
-from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -34,10 +33,13 @@ class Shape(NamedTuple):
     training: bool
 
 
-@cache
+# Read once, with the module: torch.compile cannot trace the reading of a file.
+MEASURED: dict[str, Any] = json.loads((files("moh.heads") / "thresholds.json").read_text())
+
+
 def measured() -> dict[str, Any]:
     """The file: how it was measured, and for each device and kind of work a list of steps."""
-    return json.loads((files("moh.heads") / "thresholds.json").read_text())
+    return MEASURED
 
 
 def kind_of_work(queries: int, causal: bool, training: bool) -> str:
