@@ -284,5 +284,3 @@ def test_the_dit_recipe_trains_alike_on_the_cache_and_on_the_images(cached, imag
         torch.testing.assert_close(first[key], second[key], atol=1e-4, rtol=1e-3)
     record = json.loads(next((tmp_path / "a").rglob("run.json")).read_text())
     assert record["data"]["train_images"] == COUNT
-    with pytest.raises(RunError, match="mode=train"):
-        run(settings(tmp_path / "c", f"data.root={cached}", "mode=both"))
