@@ -20,6 +20,8 @@ import moh
 from moh.backbones.llama import MoHLlamaForCausalLM
 from moh.backbones.llama_folder import load_llama, read_config, sizes
 from moh.cli import compose_jobs
+from moh.evaluation.benchmarks import evaluate_benchmarks
+from moh.evaluation.lm_harness import task_manager
 from moh.runner import run, run_id
 from moh.validation import validate
 
@@ -161,6 +163,25 @@ def test_text_adds_bits_per_byte_and_precision_is_of_the_weights(folder, tmp_pat
     metrics = json.loads(path.read_text())["metrics"]
     assert metrics["bits_per_byte"]["value"] > 0
     assert metrics["piqa/acc"]["protocol"].endswith("batch 1, bf16")
+
+
+def test_precision_is_lm_evals_dtype(folder, tmp_path, tokenizer, monkeypatch):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    rows = [{"text": f"one two three and then comes {n}"} for n in range(6)]
+    write_dataset(tmp_path, "EleutherAI/lambada_openai", "default", test=rows)
+    task = "lambada_openai"
+    fine, coarse = (
+        evaluate_benchmarks(load_llama(folder, dtype), tokenizer, [task], data_root=tmp_path)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lm = HFLM(pretrained=str(folder), dtype="bfloat16", device="cpu", batch_size=8)
+    theirs = simple_evaluate(lm, tasks=[task], task_manager=task_manager([task]))
+    assert coarse[task]["metrics"]["perplexity"] == theirs["results"][task]["perplexity,none"]
+    assert coarse[task]["metrics"] != fine[task]["metrics"]
 
 
 def test_a_plain_folder_takes_heads_from_the_configuration(tmp_path):
