@@ -20,6 +20,8 @@ import moh
 from moh.backbones.llama import MoHLlamaForCausalLM
 from moh.backbones.llama_folder import load_llama, read_config, sizes
 from moh.cli import compose_jobs
+from moh.evaluation.benchmarks import evaluate_benchmarks
+from moh.evaluation.lm_harness import task_manager
 from moh.runner import run, run_id
 from moh.validation import validate
 
@@ -125,7 +127,8 @@ def test_one_command_scores_a_folder_without_any_text(folder, tmp_path, capsys, 
     run(config)
     record = tmp_path / "results" / "runs" / run_id(config)
     saved = json.loads((record / "run.json").read_text())
-    assert (saved["status"], saved["share"], saved["heads"]) == ("finished", 1.0, "own")
+    assert (saved["status"], saved["heads"]) == ("evaluated", "own")
+    assert "share" not in saved
     assert saved["head_plan"] == PLAN.to_dict()
     assert saved["parameters"] == sum(p.numel() for p in moh_llama().parameters())
     assert saved["pretrained"]["folder"] == str(folder)
@@ -137,7 +140,8 @@ def test_one_command_scores_a_folder_without_any_text(folder, tmp_path, capsys, 
     metric = scores["metrics"]["piqa/acc_norm"]
     assert metric["value"] == 100 * piqa["metrics"]["acc_norm"]
     assert metric["marks"] == ["8 of 1,838 items"]
-    assert "without mmlu" in scores["metrics"]["average"]["marks"][0]
+    absent = "without 13 of its 14 benchmarks: not evaluated"
+    assert absent in scores["metrics"]["average"]["marks"]
     assert list(json.loads((record / "head_load.json").read_text())["groups"]) == ["piqa"]
     assert "vocab_size: 300\n" in (record / "config.yaml").read_text()
     printed = capsys.readouterr().out
@@ -159,6 +163,25 @@ def test_text_adds_bits_per_byte_and_precision_is_of_the_weights(folder, tmp_pat
     metrics = json.loads(path.read_text())["metrics"]
     assert metrics["bits_per_byte"]["value"] > 0
     assert metrics["piqa/acc"]["protocol"].endswith("batch 1, bf16")
+
+
+def test_precision_is_lm_evals_dtype(folder, tmp_path, tokenizer, monkeypatch):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    rows = [{"text": f"one two three and then comes {n}"} for n in range(6)]
+    write_dataset(tmp_path, "EleutherAI/lambada_openai", "default", test=rows)
+    task = "lambada_openai"
+    fine, coarse = (
+        evaluate_benchmarks(load_llama(folder, dtype), tokenizer, [task], data_root=tmp_path)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lm = HFLM(pretrained=str(folder), dtype="bfloat16", device="cpu", batch_size=8)
+    theirs = simple_evaluate(lm, tasks=[task], task_manager=task_manager([task]))
+    assert coarse[task]["metrics"]["perplexity"] == theirs["results"][task]["perplexity,none"]
+    assert coarse[task]["metrics"] != fine[task]["metrics"]
 
 
 def test_a_plain_folder_takes_heads_from_the_configuration(tmp_path):

@@ -14,6 +14,8 @@ from moh.config import EvalConfig
 from moh.evaluation.lm_tasks import Average, average
 from moh.tasks.base import Metric
 
+_NAMED = 3  # absent benchmarks that a mark names; more are counted
+
 Results = Mapping[str, Mapping[str, Any]]
 
 
@@ -54,7 +56,10 @@ def _as_average(
 ) -> Metric:
     marks = [] if evaluation.limit is None else [f"limit {evaluation.limit} items"]
     if mean.absent:
-        marks.append(f"without {', '.join(mean.absent)}: not evaluated")
+        of = len(mean.absent) + len(mean.members)
+        some = f"{len(mean.absent)} of its {of} benchmarks"
+        names = ", ".join(mean.absent) if len(mean.absent) <= _NAMED else some
+        marks.append(f"without {names}: not evaluated")
     if marked := [name for name in mean.members if _marks(name, results[name], evaluation, False)]:
         marks.append(f"see the marks of {', '.join(marked)}")
     members = [name if plain else f"{name} {metric}" for name, metric in mean.members.items()]
