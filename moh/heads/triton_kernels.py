@@ -5,7 +5,8 @@ keys that they see; programs past the last selected query end at once. The backw
 kernel by queries and one by keys.
 """
 
-# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False
+# mypy: disallow_untyped_decorators=False
 from __future__ import annotations
 
 import math
