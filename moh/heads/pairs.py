@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 
-class Span(NamedTuple):
-    """Rows of one routed head in one sample: ``start`` to ``end`` of the list."""
-
-    head: int
-    sample: int
-    start: int
-    end: int
-
-
 class Block:
-    """Rows of one head that are computed together: those of one sample, or of all as a rectangle.
+    """Rows that are computed together: of one head in one sample, or of a rectangle of both.
 
     Attributes:
-        head: the routed head.
-        samples: those that the rows belong to.
-        rows: of the list.
-        index_BC, valid_BC: for a rectangle, the row at each place (any row at the places left
+        heads, samples: of the rows.
+        rows: of the list, one behind the other.
+        index_BHC, valid_BHC: for a rectangle, the row at each place (any row at the places left
             over), and which places hold a row of their own.
     """
 
-    def __init__(self, spans: list[Span], device: torch.device) -> None:
-        first, last = spans[0], spans[-1]
-        self.head = first.head
-        self.samples = slice(first.sample, last.sample + 1)
-        self.rows = slice(first.start, last.end)
-        self.index_BC: Tensor | None = None
-        self.valid_BC: Tensor | None = None
-        if len(spans) > 1:
-            start_B1 = torch.tensor([[span.start] for span in spans], device=device)
-            end_B1 = torch.tensor([[span.end] for span in spans], device=device)
-            longest = max(span.end - span.start for span in spans)
-            index_BC = start_B1 + torch.arange(longest, device=device)
-            self.valid_BC = index_BC < end_B1
-            self.index_BC = index_BC.clamp_(max=last.end - 1)
+    def __init__(
+        self, heads: slice, samples: slice, start: int, counts: Sequence[Sequence[int]]
+    ) -> None:
+        self.heads, self.samples = heads, samples
+        flat = [count for by_sample in counts for count in by_sample]
+        self.rows = slice(start, start + sum(flat))
+        self.index_BHC: Tensor | None = None
+        self.valid_BHC: Tensor | None = None
+        if len(flat) > 1:
+            ends = torch.tensor(list(accumulate(flat, initial=start)))
+            ends_HB = ends.view(-1)[1:].view(len(counts), -1)
+            start_HB = ends.view(-1)[:-1].view(len(counts), -1)
+            index_HBC = start_HB.unsqueeze(-1) + torch.arange(max(flat))
+            self.valid_BHC = (index_HBC < ends_HB.unsqueeze(-1)).transpose(0, 1)
+            self.index_BHC = index_HBC.clamp_(max=self.rows.stop - 1).transpose(0, 1)
+
+    @property
+    def head(self) -> int:
+        """The head, or the first of several."""
+        return int(self.heads.start)
+
+    @property
+    def sample(self) -> int:
+        """The sample, or the first of several."""
+        return int(self.samples.start)
 
 
 class Pairs:
-    """Every selected (token, routed head) as a row; R rows in all.
+    """Every selected (token, routed head) as a row; R rows in all. On a CPU.
 
     Rows of a head in a sample lie together, in order of position, so that causal attention over
     them stays triangular. Head after head; within a head, sample after sample.
@@ -60,62 +61,82 @@ class Pairs:
     """
 
     def __init__(self, selected_BNE: Tensor) -> None:
-        B, N, _ = selected_BNE.shape
-        self.shape = selected_BNE.shape
+        B, N, _ = self.shape = selected_BNE.shape
         flat_R = selected_BNE.permute(2, 0, 1).reshape(-1).nonzero().squeeze(1)
         self._place_R = flat_R % (B * N)
         self.token_R = flat_R % N
         self.counts: list[list[int]] = selected_BNE.sum(dim=1).t().tolist()
+        totals = [sum(by_sample) for by_sample in self.counts]
+        self._starts = list(accumulate(totals, initial=0))
 
-    def __len__(self) -> int:
-        return int(self.token_R.shape[0])
+    def blocks(self) -> Iterator[Block]:
+        """A block for each head of each sample that any token selected."""
+        for head in range(self.shape[2]):
+            yield from self._alone(head)
 
-    def spans(self) -> Iterator[Span]:
-        """One span for each head of each sample that any token selected."""
-        start = 0
-        for head, counts in enumerate(self.counts):
-            for sample, count in enumerate(counts):
-                if count:
-                    yield Span(head, sample, start, start + count)
-                start += count
-
-    def blocks(self, waste: float = 0.0) -> Iterator[Block]:
-        """The spans, those of a head joined over all samples where that pads little.
+    def rectangles(self, spare: float, group: int, offset: int) -> Iterator[Block]:
+        """The same rows in fewer blocks: neighbouring heads over all samples.
 
         Args:
-            waste: largest allowed share of padding rows over real ones; 0 joins none.
+            spare: places that may be left over for each block that is saved.
+            group, offset: of the key heads. Heads of a block share one, or none do.
         """
-        by_head: dict[int, list[Span]] = {}
-        for span in self.spans():
-            by_head.setdefault(span.head, []).append(span)
-        for spans in by_head.values():
-            counts = [span.end - span.start for span in spans]
-            whole = len(spans) == len(self.counts[0])
-            joined = waste and whole and max(counts) * len(counts) <= (1 + waste) * sum(counts)
-            for part in [spans] if joined else [[span] for span in spans]:
-                yield Block(part, self.token_R.device)
+        B, E = self.shape[0], len(self.counts)
+        first = 0
+        while first < E:
+            largest, rows = max(self.counts[first]), sum(self.counts[first])
+            if B * largest - rows > (B - 1) * spare:
+                yield from self._alone(first)
+                first += 1
+                continue
+            last = first + 1
+            while last < E and (group == 1 or self._same_key(first, last, group, offset)):
+                more = max(self.counts[last])
+                wider = max(largest, more)
+                if B * ((last + 1 - first) * wider - (last - first) * largest - more) > spare:
+                    break
+                last, largest, rows = last + 1, wider, rows + sum(self.counts[last])
+            if rows and B * (last - first) > 1:
+                heads, samples = slice(first, last), slice(0, B)
+                yield Block(heads, samples, self._starts[first], self.counts[first:last])
+            else:
+                yield from self._alone(first)
+            first = last
+
+    @staticmethod
+    def _same_key(one: int, other: int, group: int, offset: int) -> bool:
+        return (offset + one) // group == (offset + other) // group
+
+    def _alone(self, head: int) -> Iterator[Block]:
+        start = self._starts[head]
+        for sample, count in enumerate(self.counts[head]):
+            if count:
+                yield Block(slice(head, head + 1), slice(sample, sample + 1), start, [[count]])
+            start += count
 
     def take(self, x_BNHK: Tensor, block: Block) -> Tensor:
         """Copy a block's rows of a tensor whose last E heads are the routed ones.
 
         Returns:
-            (samples, 1, rows, ...).
+            (samples, heads, rows, ...).
         """
-        column, place_R = self._column(x_BNHK, block.head), self._place_R
-        if block.index_BC is None:
-            return column.index_select(0, place_R[block.rows])[None, None]
-        taken = column.index_select(0, place_R[block.index_BC].flatten())
-        return taken.unflatten(0, block.index_BC.shape).unsqueeze(1)
+        x, first = x_BNHK.flatten(0, 1), x_BNHK.shape[2] - self.shape[2]
+        if block.index_BHC is None:
+            column = x[:, first + block.head]
+            return column.index_select(0, self._place_R[block.rows])[None, None]
+        head_H1 = torch.arange(first + block.heads.start, first + block.heads.stop).unsqueeze(1)
+        return x[self._place_R[block.index_BHC], head_H1]
 
     def put(self, x_BNHK: Tensor, block: Block, values: Tensor) -> None:
         """Overwrite a block's rows; inverse of :meth:`take`. The tensor must be contiguous."""
-        values = values.squeeze(1)
-        values = values[0] if block.valid_BC is None else values[block.valid_BC]
-        self._column(x_BNHK, block.head).index_copy_(0, self._place_R[block.rows], values)
-
-    def _column(self, x_BNHK: Tensor, head: int) -> Tensor:
-        """All rows of a head, (B * N, ...)."""
-        return x_BNHK.flatten(0, 1)[:, x_BNHK.shape[2] - self.shape[2] + head]
+        x, first = x_BNHK.flatten(0, 1), x_BNHK.shape[2] - self.shape[2]
+        if block.index_BHC is None or block.valid_BHC is None:
+            x[:, first + block.head].index_copy_(0, self._place_R[block.rows], values[0, 0])
+            return
+        head_BHC = torch.arange(first + block.heads.start, first + block.heads.stop).unsqueeze(1)
+        head_BHC = head_BHC.expand_as(block.index_BHC)
+        place = self._place_R[block.index_BHC[block.valid_BHC]]
+        x[place, head_BHC[block.valid_BHC]] = values[block.valid_BHC]
 
 
 class KeyHeads:
@@ -131,15 +152,19 @@ class KeyHeads:
         self.group, self.offset = group, offset
         self.length = k_BGMK.shape[2]
 
-    def of(self, head: int) -> int:
-        """The key head of a routed head."""
-        return (self.offset + head) // self.group
+    def of(self, block: Block) -> slice:
+        """The key heads of a block: one for each head, or one for all."""
+        if self.group == 1:
+            return block.heads
+        head = (self.offset + block.head) // self.group
+        return slice(head, head + 1)
 
     def take(self, block: Block, keys: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Keys and values of a block, (samples, 1, M, K) each, without a copy."""
-        head = self.of(block.head)
-        at = (block.samples, slice(head, head + 1), keys)
-        return self.k_BGMK[at], self.v_BGMK[at]
+        """Keys and values of a block, (samples, heads, M, K) each, without a copy."""
+        heads = block.heads.stop - block.heads.start
+        at = (block.samples, self.of(block), keys)
+        k, v = self.k_BGMK[at], self.v_BGMK[at]
+        return k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
 
 
 class Gradients:
@@ -154,14 +179,14 @@ class Gradients:
         self._dk_BGMK, self._dv_BGMK = zeros(keys.k_BGMK), zeros(keys.v_BGMK)
 
     def put_queries(self, block: Block, dq: Tensor) -> None:
-        """Set the gradients of a block's queries, (samples, 1, rows, K)."""
+        """Set the gradients of a block's queries, (samples, heads, rows, K)."""
         self._pairs.put(self._dq_BNEK, block, dq)
 
     def add_keys(self, block: Block, dk: Tensor, dv: Tensor, keys: slice = slice(None)) -> None:
-        """Add to the gradients of some keys and values of a block, (samples, 1, keys, K)."""
-        at = (block.samples, self._keys.of(block.head), keys)
-        self._dk_BGMK[at] += dk.squeeze(1)
-        self._dv_BGMK[at] += dv.squeeze(1)
+        """Add to the gradients of some keys and values of a block, (samples, heads, keys, K)."""
+        at = (block.samples, self._keys.of(block), keys)
+        for total, new in ((self._dk_BGMK[at], dk), (self._dv_BGMK[at], dv)):
+            total += new.sum_to_size(total.shape)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, E, K), (B, G, M, K) and (B, G, M, K), in the type of the queries."""

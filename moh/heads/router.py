@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,6 +17,8 @@ RouterKind = Literal["two_stage", "query_norm"]
 GateScale = Literal["released", "paper"]
 Selection = Literal["learned", "random", "fixed"]
 Execution = Literal["auto", "dense", "sparse"]
+
+WIDE = 256  # width of an input from which on a router's layers are computed as one
 
 
 class Routing(NamedTuple):
@@ -120,18 +122,21 @@ class Router(nn.Module):
         return selected_BNE.scatter(-1, index_BNk, True)
 
     def record(self, probs_BNE: Tensor, selected_BNE: Tensor, mask_BN: Tensor | None) -> None:
-        """Overwrite ``statistics``; tokens where ``mask_BN`` is false do not count."""
-        selected = selected_BNE.to(probs_BNE.dtype)
+        """Overwrite ``statistics``; tokens where ``mask_BN`` is false do not count.
+
+        Args:
+            selected_BNE: 1 for an active head and 0 for another, float32.
+        """
         if mask_BN is None:
             # Filled where it is needed: a tensor made of a Python number is copied there, and the
             # device waited for.
             num_tokens = probs_BNE.new_full((), probs_BNE.shape[:-1].numel())
         else:
             weight_BN1 = mask_BN.to(probs_BNE.dtype).unsqueeze(-1)
-            probs_BNE, selected = probs_BNE * weight_BN1, selected * weight_BN1
+            probs_BNE, selected_BNE = probs_BNE * weight_BN1, selected_BNE * weight_BN1
             num_tokens = weight_BN1.sum()
         self.statistics = RoutingStatistics(
-            probs_BNE.sum(dim=(0, 1)), selected.sum(dim=(0, 1)), num_tokens
+            probs_BNE.sum(dim=(0, 1)), selected_BNE.sum(dim=(0, 1)), num_tokens
         )
 
     def balance_loss(self) -> Tensor:
@@ -185,38 +190,61 @@ class TwoStageRouter(Router):
 
     def _route(self, x_BND: Tensor, mask_BN: Tensor | None) -> Routing:
         plan, released = self.plan, self.options.gate_scale == "released"
+        layers = {"shared": self.shared, "routed": self.routed, "stage": self.stage}
+        weights = {
+            name: layer.weight.float() for name, layer in layers.items() if layer is not None
+        }
+        logits = dict(zip(weights, _linear(x_BND, list(weights.values())), strict=True))
         gates: list[Tensor] = []
         if plan.num_shared:
-            gates.append(_softmax(self.shared, x_BND, scale=plan.num_shared if released else 1))
-        selected_BNE = probs_BNE = x_BND.new_zeros((*x_BND.shape[:-1], 0))
-        if self.routed is not None:
-            probs_BNE = _softmax(self.routed, x_BND)
-            selected_BNE = self.select(probs_BNE)
-            routed_BNE = probs_BNE * selected_BNE
+            gates.append(_shared_gates(x_BND, logits.get("shared")))
+            if released and plan.num_shared > 1:
+                gates[0] = plan.num_shared * gates[0]
+        if self.routed is None:
+            selected_BNE = probs_BNE = x_BND.new_zeros((*x_BND.shape[:-1], 0))
+            return Routing(gates[0], selected_BNE.bool(), probs_BNE)
+        probs_BNE = logits["routed"].softmax(dim=-1)
+        selected_BNE = self.select(probs_BNE)
+        active_BNE = selected_BNE.to(probs_BNE.dtype)
+        routed_BNE = probs_BNE * active_BNE
+        if released:
+            total_BN1 = routed_BNE.sum(-1, keepdim=True)
+            floor = torch.finfo(total_BN1.dtype).eps
+            routed_BNE = plan.top_k * routed_BNE / total_BN1.clamp_min(floor)
+        gates.append(routed_BNE)
+        self.record(probs_BNE, active_BNE, mask_BN)
+        if "stage" in logits:
+            stage_BN2 = logits["stage"].softmax(dim=-1)
             if released:
-                total_BN1 = routed_BNE.sum(-1, keepdim=True)
-                floor = torch.finfo(total_BN1.dtype).eps
-                routed_BNE = plan.top_k * routed_BNE / total_BN1.clamp_min(floor)
-            gates.append(routed_BNE)
-            self.record(probs_BNE, selected_BNE, mask_BN)
-        if self.stage is not None:
-            stage_BN2 = _softmax(self.stage, x_BND, scale=2 if released else 1)
+                stage_BN2 = 2 * stage_BN2
             gates = [gate * stage_BN2[..., i : i + 1] for i, gate in enumerate(gates)]
-        return Routing(torch.cat(gates, dim=-1), selected_BNE.bool(), probs_BNE)
+        return Routing(torch.cat(gates, dim=-1), selected_BNE, probs_BNE)
+
+
+def _linear(x_BND: Tensor, weights: list[Tensor]) -> Sequence[Tensor]:
+    """``W x`` for each weight, of a wide input as one product.
+
+    Each layer has few outputs, so that a product of its own is spent on reading ``x``, and its
+    gradient of ``x`` is as large as that of a real layer. Narrow inputs have little to gain, and
+    keep the rounding that the recorded scores of narrow models have.
+    """
+    if len(weights) < 2 or x_BND.shape[-1] < WIDE:
+        return [F.linear(x_BND, weight) for weight in weights]
+    return F.linear(x_BND, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+
+
+def _shared_gates(x_BND: Tensor, logits_BNS: Tensor | None) -> Tensor:
+    """Softmax over the shared heads; ones where a single head leaves nothing to learn."""
+    if logits_BNS is None:
+        return x_BND.new_ones((*x_BND.shape[:-1], 1))
+    return logits_BNS.softmax(dim=-1)
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Autocast switched off, where the device knows it at all (``meta`` does not)."""
-    if torch.amp.is_autocast_available(device_type):
+    """Autocast switched off, where it is on and the device knows it (``meta`` does not)."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
-
-
-def _softmax(linear: nn.Linear | None, x_BND: Tensor, scale: float = 1) -> Tensor:
-    """``scale * softmax(W x)``; ones (B, N, 1) where a single head leaves nothing to learn."""
-    if linear is None:
-        return x_BND.new_ones((*x_BND.shape[:-1], 1))
-    return scale * F.linear(x_BND, linear.weight.float()).softmax(dim=-1)
 
 
 class QueryNormRouter(Router):
@@ -251,7 +279,7 @@ class QueryNormRouter(Router):
         routed_BNE = selected_BNE.to(probs_BNE.dtype)
         if self.options.straight_through:
             routed_BNE = routed_BNE * (1 + (probs_BNE - probs_BNE.detach()))
-        self.record(probs_BNE, selected_BNE, mask_BN)
+        self.record(probs_BNE, selected_BNE.to(probs_BNE.dtype), mask_BN)
         return Routing(torch.cat([shared_BNS, routed_BNE], dim=-1), selected_BNE, probs_BNE)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moh.heads.pairs import Block, Gradients, KeyHeads, Pairs, accumulator
 
-PIECE = 128  # queries of a head that causal or masked attention takes at a time
-CHUNK = 256  # keys that the causal backward pass takes at a time
-PADDING_WASTE = 0.25
+PIECE = 192  # queries of a head that causal or masked attention takes at a time
+CHUNK = 384  # keys that the causal backward pass takes at a time
+CALL = 4e6  # operations that one thread does in the time that a call costs beside its work
 # Below this many keys, what a second thread saves on few queries is lost in starting it.
 KEYS_WORTH_SPLITTING = 1024
 
@@ -40,7 +40,7 @@ def forward(
     """Write the selected rows of the outputs (the last E heads) and of the log-sum-exps."""
     whole = not is_causal and mask_BENM is None
     reach = None if mask_BENM is None else Reach(pairs, mask_BENM)
-    for block in pairs.blocks(PADDING_WASTE if whole else 0.0):
+    for block in _rectangles(pairs, keys) if whole else pairs.blocks():
         q = pairs.take(q_BNEK, block)
         if whole:
             y, lse = attend(q, *keys.take(block), scale)
@@ -71,12 +71,12 @@ def backward(
     whole = not is_causal and mask_BENM is None
     reach = None if mask_BENM is None else Reach(pairs, mask_BENM)
     sums = Gradients(q_BNEK, pairs, keys)
-    for block in pairs.blocks(PADDING_WASTE if whole else 0.0):
+    for block in _rectangles(pairs, keys) if whole else pairs.blocks():
         saved = tuple(pairs.take(x, block) for x in (grad_BNHK, q_BNEK, y_BNHK, lse_BNE))
-        if block.valid_BC is not None:
+        if block.valid_BHC is not None:
             # With these zeros a place left over adds nothing to any gradient.
             for x in saved:
-                x.squeeze(1)[~block.valid_BC] = 0
+                x[~block.valid_BHC] = 0
         if whole:
             dq, dk, dv = differentiate(saved, *keys.take(block), scale)
             sums.add_keys(block, dk, dv)
@@ -96,17 +96,24 @@ def backward(
     return sums.finish()
 
 
+def _rectangles(pairs: Pairs, keys: KeyHeads) -> Iterator[Block]:
+    """Blocks that trade calls for places left over."""
+    work_of_row = 4 * keys.length * keys.k_BGMK.shape[-1]
+    spare = CALL * torch.get_num_threads() / work_of_row
+    return pairs.rectangles(spare, keys.group, keys.offset)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The fused kernel on one head, (samples, 1, rows, K): output and log-sum-exps.
+    """The fused kernel, (samples, heads, rows, K): output and log-sum-exps.
 
-    Few queries would leave threads idle, since the kernel deals out queries: the keys are then
-    dealt out instead, and the parts joined.
+    Few queries of one head would leave threads idle, since the kernel deals out queries: the keys
+    are then dealt out instead, and the parts joined.
     """
-    samples, _, rows, _ = q.shape
-    parts = torch.get_num_threads() // (samples * math.ceil(rows / 32))
-    if mask is not None or parts < 2 or k.shape[2] < KEYS_WORTH_SPLITTING:
+    samples, heads, rows, _ = q.shape
+    parts = torch.get_num_threads() // (samples * heads * math.ceil(rows / 32))
+    if mask is not None or heads > 1 or parts < 2 or k.shape[2] < KEYS_WORTH_SPLITTING:
         y, lse = _forward(q, k, v, attn_mask=mask, scale=scale)
         return y, lse
     whole = k.shape[2] // parts * parts
@@ -137,10 +144,10 @@ def _join(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, T
 def differentiate(
     row: tuple[Tensor, ...], k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of one head, (samples, 1, ..., K) each.
+    """Gradients of query, key and value, (samples, heads, ..., K) each.
 
-    The kernel deals out heads alone: the keys are given to it in parts, as many as there are
-    threads.
+    The kernel deals out heads alone: the keys of one head are given to it in parts, as many as
+    there are threads.
 
     Args:
         row: gradient of the output, query, output and log-sum-exp; these two over all keys, of
@@ -148,7 +155,10 @@ def differentiate(
     """
     grad, q, y, lse = row
     dtype = accumulator(q.dtype)
-    samples, length = q.shape[0], k.shape[2]
+    samples, heads, length = q.shape[0], q.shape[1], k.shape[2]
+    if heads > 1:
+        dq, dk, dv = _backward(grad, q, k, v, y, lse, 0.0, False, attn_mask=mask, scale=scale)
+        return dq.to(dtype), dk, dv
     parts = min(-(-torch.get_num_threads() // samples), length)
     whole = length // parts * parts
     found = []
@@ -257,7 +267,7 @@ class Reach:
         few keys that it must not see.
         """
         B, E, N, _ = self._mask_BENM.shape
-        at = (block.samples.start % B, block.head % E)
+        at = (block.sample % B, block.head % E)
         mask_NM, first_N, last_N = self._mask_BENM[at], self._first_BEN[at], self._last_BEN[at]
         token_C = self._pairs.token_R[block.rows] % N
         for start in range(0, token_C.shape[0], PIECE):

@@ -133,7 +133,7 @@ def backward(
             if dmask is not None:
                 B, E, N, _ = dmask.shape
                 token_C = pairs.token_R[block.rows][rows] % N
-                dmask_NM = dmask[block.samples.start % B, block.head % E]
+                dmask_NM = dmask[block.sample % B, block.head % E]
                 dmask_NM.index_add_(0, token_C, dlogits_CM.to(dmask.dtype))
         sums.put_queries(block, dq)
     if dmask is None or mask_BENM is None:
@@ -159,7 +159,7 @@ def _pieces(
         token_C, mask_CM = pairs.token_R[block.rows][rows], None
         if mask_BENM is not None:
             B, E, N, _ = mask_BENM.shape
-            mask_CM = mask_BENM[block.samples.start % B, block.head % E]
+            mask_CM = mask_BENM[block.sample % B, block.head % E]
             mask_CM = mask_CM if N == 1 else mask_CM[token_C]
         weights = Weights(q[0, 0, rows].to(dtype), k_MK, token_C, mask_CM, is_causal, scale)
         weights.kept_CM = dropout.scale_of(weights.weight_CM, block.rows.start + start)
