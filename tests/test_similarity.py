@@ -395,7 +395,7 @@ def test_the_script_looks_at_a_run(trained, tmp_path, capsys):
         (["demo/vit/mhaa"], "unknown experiment 'demo/vit/mhaa'; nearest: demo/vit/mha"),
         (["demo/vit/mha", "runs_dir=/no/runs"], "/no/runs/demo/vit/mha"),
         (["demo/vit/mha", "--samples", "0"], "--samples 0 must be at least 1"),
-        (["demo/vit/mha", "--checkpoint", "/no/such"], "--checkpoint /no/such does not exist"),
+        (["demo/vit/mha", "--checkpoint", "/no/such"], "checkpoint=/no/such does not exist"),
     ],
 )
 def test_a_mistake_in_the_script_is_one_line(arguments, message, capsys):
