@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fast report tables check format test test-slow test-gpu parity benchmark lock clean
+.PHONY: help setup demo demo-sweep report tables check format test test-slow test-gpu parity benchmark lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-zA-Z_%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 
 demo: setup  ## the paper in miniature on real data: about 20 minutes on two CPU cores
 	$(RUN) scripts/demo.py
+
+demo-sweep: setup  ## activated ratio with controls (random, fixed heads): ten minutes
+	$(RUN) scripts/demo.py --sweep
 
 report: setup  ## tables, figures and the HTML report from what has been recorded
 	$(RUN) scripts/demo.py --report-only

@@ -18,8 +18,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from moh import sweeps
 from moh.config import Config, register
 from moh.errors import RunError, StoppedError, nearest
+from moh.sweep_command import expand_table, names_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -27,6 +29,9 @@ CONF = ROOT / "conf"
 USAGE = """\
 usage: python -m moh experiment=NAME [mode=train|eval|both] [seed=N] [key=value ...]
        python -m moh table=NAME [key=value ...]        all rows and seeds of a table
+       python -m moh table=head_ratio family=vit|dit|llm [protocol=demo] [ratios=0.5,0.75]
+                     [controls=random,fixed,paper|none] [control_ratios=0.5] [seeds=0,1,2]
+                                                       score against activated ratio, with controls
        python -m moh experiment=NAME --cfg job         print the composed configuration
        python -m moh -m experiment=A,B seed=0,1        any product of settings
        python -m moh table=NAME --list                 the runs, numbered, and how far each is
@@ -39,6 +44,9 @@ exit status: 0 every run finished, 1 a run failed, 2 the command was wrong and n
 
 # Hydra's options that are followed by a word.
 TAKE_A_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--only")
+
+# Those that ask for a configuration, not for a run.
+SHOW = {"--cfg", "-c", "--info", "-i"}
 
 MANY = 12  # options that a message does not list any more
 
@@ -74,6 +82,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 def _compose(overrides: Sequence[str], with_hydra: bool) -> DictConfig:
     register()
+    sweeps.register(names_of("experiment", overrides))
     if not CONF.is_dir():
         raise ValueError(f"no folder {CONF}: run from a clone of the project, installed with -e")
     GlobalHydra.instance().clear()
@@ -179,6 +188,7 @@ def expand_jobs(arguments: Sequence[str]) -> list[list[str]]:
     Raises:
         ValueError: the first mistake, in one line.
     """
+    arguments = written_out(arguments)
     overrides = overrides_in(arguments)
     for override in overrides:
         if "=" not in override:
@@ -204,6 +214,24 @@ def expand_jobs(arguments: Sequence[str]) -> list[list[str]]:
         OverridesParser.create().parse_overrides([*params, *overrides]), None
     )
     return [list(job) for batch in jobs for job in batch]
+
+
+def written_out(arguments: Sequence[str]) -> list[str]:
+    """A command whose table is a sweep with its rows written out; any other as it is.
+
+    Where it only asks for a configuration to be shown, that of the first row.
+
+    Raises:
+        ValueError: a word of the sweep that is not allowed; one line.
+    """
+    overrides = overrides_in(arguments)
+    expanded = expand_table(overrides)
+    options = [argument for argument in arguments if argument not in overrides]
+    if expanded is None:
+        return list(arguments)
+    if SHOW & set(options):
+        return [*options, *(override.partition(",")[0] for override in expanded)]
+    return ["-m", *options, *expanded]
 
 
 def overrides_in(arguments: Sequence[str]) -> list[str]:
@@ -241,7 +269,7 @@ def main() -> None:
         if "--list" in arguments:
             _list(jobs)
             sys.exit(0)
-        if "--cfg" not in arguments and "--info" not in arguments:
+        if not SHOW & set(arguments):
             from moh.validation import validate
 
             dry = [validate(job, paths=False) for job in jobs if job.dry_run]
@@ -254,7 +282,8 @@ def main() -> None:
     except ValueError as error:
         print(f"moh: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
-    if {"--cfg", "-c", "--info", "-i"} & set(arguments):
+    if SHOW & set(arguments):
+        sys.argv[1:] = written_out(arguments)
         _hand_to_hydra()
     elif any(a.startswith("hydra/launcher=") and a != "hydra/launcher=basic" for a in arguments):
         _launch_elsewhere(expanded, arguments)

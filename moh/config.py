@@ -252,6 +252,7 @@ class EvalConfig:
     limit: int | None = None  # items of each benchmark; null: all
     data_root: str | None = None  # folder of benchmark data; null: the hub
     head_load: bool = True
+    similarity_samples: int | None = None  # for head similarity; null: the task's own; 0: none
 
 
 @dataclass

@@ -330,6 +330,7 @@ RECORD = (
     "config.yaml",
     "curves.jsonl",
     "head_load.json",
+    "head_similarity.json",
     "samples.png",
 )
 

@@ -88,6 +88,10 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     if typed.trainer.samples < (0 if typed.mode == "eval" else 1):
         raise ValueError(f"trainer.samples {typed.trainer.samples} must be at least 1")
     _check_processes(typed)
+    if (typed.eval.similarity_samples or 0) < 0:
+        raise ValueError(
+            f"eval.similarity_samples {typed.eval.similarity_samples} must be at least 0"
+        )
     if typed.seed < 0:
         raise ValueError(f"seed {typed.seed} must be at least 0")
     _check_checkpoint(typed)

@@ -31,6 +31,7 @@ from moh.backbones.build import build_model, is_mha, without_pretrained
 from moh.backbones.convert import head_plan
 from moh.config import PRETRAINED, Config, LlamaConfig
 from moh.errors import RunError, StoppedError
+from moh.evaluation.similarity import HeadSimilarity, similarity_metrics
 from moh.heads import routers
 from moh.reporting import provenance
 from moh.reporting.wandb_logger import RunLogger
@@ -136,6 +137,8 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
                 evaluated = time.monotonic()
                 scored.eval()
                 evaluation = task.evaluate(scored, folder, progress)
+                if config.eval.similarity_samples != 0 and distribution.is_main():
+                    measure_similarity(evaluation, task, scored, config, progress)
                 record["seconds"]["eval"] = time.monotonic() - evaluated
         if not distribution.is_main():
             failed = False
@@ -249,6 +252,18 @@ def load_weights(config: Config, folder: Path, model: nn.Module) -> int | None:
     return source.load_into(model, config.model.family, config.eval.ema)
 
 
+def measure_similarity(
+    evaluation: Evaluation, task: Task, model: nn.Module, config: Config, progress: RunProgress
+) -> None:
+    """Add the similarity of the model's heads to what was measured."""
+    similarity = HeadSimilarity()
+    with similarity.watch(model):
+        look = task.look(model, config.eval.similarity_samples or task.look_samples, progress)
+    if look is not None:
+        evaluation.head_similarity = similarity.to_json(look.samples)
+        evaluation.metrics |= similarity_metrics(similarity, look.samples)
+
+
 def _record_scores(folder: Path, evaluation: Evaluation) -> None:
     metrics = {name: dataclasses.asdict(metric) for name, metric in evaluation.metrics.items()}
     scores: dict[str, Any] = {"metrics": metrics}
@@ -257,6 +272,8 @@ def _record_scores(folder: Path, evaluation: Evaluation) -> None:
     write_json(folder / "metrics.json", scores)
     if evaluation.head_load is not None:
         write_json(folder / "head_load.json", evaluation.head_load)
+    if evaluation.head_similarity is not None:
+        write_json(folder / "head_similarity.json", evaluation.head_similarity)
 
 
 def _say_scores(

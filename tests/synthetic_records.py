@@ -51,8 +51,8 @@ def write_run(
     folder = results_dir / "runs" / name / f"seed{seed}-{config_hash[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     heads = name.rsplit("/", 1)[-1]
-    percent = re.search(r"_(\d+)$", heads)
-    ratio = int(percent.group(1)) / 100 if percent else 1.0
+    number = re.search(r"\d+", heads)
+    ratio = 1.0 if number is None else int(number[0]) / 100
     record = {
         "run_id": f"{name}/{folder.name}",
         "name": name,

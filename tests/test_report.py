@@ -17,11 +17,11 @@ from synthetic_records import (
 )
 
 from moh.reporting.cli import main
-from moh.reporting.figures import sweep_figure
 from moh.reporting.records import load_records
 from moh.reporting.report import build_report
 from moh.reporting.results import collect
 from moh.reporting.spec import load_table
+from moh.reporting.sweep_figure import sweep_figure
 from moh.reporting.tables import build_table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,11 @@ class ImageSet:
         for start in share_of(range(0, self.num_test, size)):
             part = slice(start, start + size)
             yield self.normalise(self.test[part]), self.test_labels[part]
+
+    def test_samples(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Normalised test images of these numbers and their labels."""
+        index = torch.tensor(numbers)
+        return self.normalise(self.test[index]), self.test_labels[index]
 
     def order(self, seed: int) -> ShuffledOrder:
         """Order of the training images, with three uniform numbers each for augmentation."""

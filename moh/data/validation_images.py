@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -127,6 +128,12 @@ class ValidationImages:
         for _ in batches:
             images, labels = next_batch(loader)
             yield images, labels
+
+    def test_samples(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images of these numbers and their labels, read here and now."""
+        prepared = _Prepared(self.images, self.transform)
+        images, labels = zip(*(prepared[number] for number in numbers), strict=True)
+        return torch.stack(images), torch.tensor(labels)
 
 
 def common_transform(config: ImagesConfig) -> dict[str, Any]:

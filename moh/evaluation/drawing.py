@@ -99,6 +99,18 @@ class Drawing:
             device: where the model is.
             tick: told the share of the steps that is done, after each.
         """
+        x = self.sampled(model, numbers, device, tick)
+        pixels = self._to_unit(x) if self.decoder is None else self.decoder(x)
+        return to_uint8(pixels).cpu()
+
+    def sampled(
+        self,
+        model: Model,
+        numbers: range,
+        device: torch.device,
+        tick: Callable[[float], None] | None = None,
+    ) -> Tensor:
+        """The same before they are pictures: what the model itself draws, float32."""
 
         def counted(steps: Iterable[int]) -> Iterator[int]:
             for done, step in enumerate(steps, 1):
@@ -107,7 +119,7 @@ class Drawing:
                     tick(done / self.diffusion.num_steps)
 
         data = self.config.data
-        x = sample(
+        return sample(
             self._precise(model, device),
             self.diffusion,
             numbers,
@@ -119,8 +131,6 @@ class Drawing:
             null_label=self.config.model.num_classes,
             clip=self._bound,
         )
-        pixels = self._to_unit(x) if self.decoder is None else self.decoder(x)
-        return to_uint8(pixels).cpu()
 
     def _precise(self, model: Model, device: torch.device) -> Model:
         """The model in the precision of the protocol; everything around it stays float32."""
@@ -134,7 +144,7 @@ class Drawing:
     @property
     def _bound(self) -> float | None:
         """Largest absolute value of a normalised pixel; latents have none."""
-        if self.decoder is not None:
+        if self.config.task.latent:
             return None
         ends = [abs((end - m) / s) for end in (0, 1) for m, s in self._scales]
         return max(ends)

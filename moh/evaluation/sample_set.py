@@ -136,7 +136,7 @@ class SampleSet(ImageSource):
         Args:
             index: of the batch.
             images_BCHW: uint8.
-            counts: what was counted of each of its images, first dimension B.
+            counts: what was counted of its images.
         """
         _write(self._path(index), save({"images": images_BCHW.contiguous(), **counts}))
 

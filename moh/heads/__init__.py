@@ -8,6 +8,8 @@ Tensor names end in their dimensions:
 """
 
 from moh.heads.balance import balance_loss, head_load, routers, sum_counts
+from moh.heads.control import draws_by_prefix, set_draws
+from moh.heads.draws import combine
 from moh.heads.execution import attend, execution_of, gate_heads, set_execution
 from moh.heads.plan import HeadPlan, LayerPlan
 from moh.heads.router import (
@@ -33,10 +35,13 @@ __all__ = [
     "attend",
     "balance_loss",
     "build_router",
+    "combine",
+    "draws_by_prefix",
     "execution_of",
     "gate_heads",
     "head_load",
     "routers",
+    "set_draws",
     "set_execution",
     "sparse_attention",
     "sum_counts",

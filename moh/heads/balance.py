@@ -46,16 +46,22 @@ def balance_loss(model: nn.Module | Iterable[Router]) -> Tensor | None:
     A layer's loss is ``E * sum_i P_i f_i`` with the mean probability ``P_i`` and the mean
     selection ``f_i`` of routed head i (paper, equation 7, times E as the released code has it;
     without the factor for ``gate_scale="paper"``). The gradient flows through ``P_i`` alone.
-    The coefficient (paper: 0.01) is the caller's.
+    The coefficient (paper: 0.01) is the caller's. A control that selects at random or always the
+    same heads has no balance loss: it cannot change the selection, and would only push the
+    probabilities, and with them the gates, away from the heads that are selected.
 
     Args:
         model: a model, or its routers where they are at hand: walking a model takes longer than
             the loss.
 
     Returns:
-        A float32 scalar with gradient, or None for a model without routed heads.
+        A float32 scalar with gradient, or None for a model without learned selection.
     """
-    losses = [router.balance_loss() for router in _routers(model) if router.statistics is not None]
+    losses = [
+        router.balance_loss()
+        for router in _routers(model)
+        if router.statistics is not None and router.options.selection == "learned"
+    ]
     return torch.stack(losses).mean() if losses else None
 
 

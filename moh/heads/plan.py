@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -184,7 +185,7 @@ class HeadPlan:
             if used < 1:
                 raise ValueError(
                     f"ratio {ratio} leaves no active head of {heads} in layer {index}; "
-                    f"the least that works is {1 / min(num_heads):.2f}"
+                    f"the least that works is {math.ceil(100 / min(num_heads)) / 100}"
                 )
             shared = min(round(shared_share * used), used - 1)
             plans.append(LayerPlan(heads, dim, shared, used - shared))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moh.heads.draws import draw
 from moh.heads.plan import LayerPlan
 
 RouterKind = Literal["two_stage", "query_norm"]
@@ -59,7 +60,8 @@ class RouterOptions:
             ``paper`` follows equations 5-7 as printed. Two-stage router only.
         two_stage: whether the shared and the routed heads are weighted against each other (W_h).
         selection: ``learned`` takes the top-k; ``random`` and ``fixed`` are controls that draw the
-            k heads anew for each token, or always take the first k.
+            k heads anew for each token, or always take the first k. They have no balance loss: it
+            could not change what is selected. See :mod:`moh.heads.draws` for the draws.
         straight_through: whether ``query_norm`` passes gradients to its softmax (equation 10).
         execution: ``dense`` computes all heads and then weights them, ``sparse`` the active ones
             alone; ``auto`` takes what was measured to be faster for the shape at hand.
@@ -100,10 +102,11 @@ class Router(nn.Module):
         self.plan = plan
         self.options = options
         self.statistics: RoutingStatistics | None = None
+        self.draws: Tensor | None = None  # keys of the next tokens; set_draws
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without statistics: these belong to a graph."""
-        return {**self.__dict__, "statistics": None}
+        return {**self.__dict__, "statistics": None, "draws": None}
 
     def select(self, scores_BNE: Tensor) -> Tensor:
         """Choose ``top_k`` routed heads for each token.
@@ -112,7 +115,7 @@ class Router(nn.Module):
             Bool tensor (B, N, E) with exactly ``top_k`` true a token.
         """
         if self.options.selection == "random":
-            scores_BNE = torch.rand_like(scores_BNE)
+            scores_BNE = self._draw(scores_BNE)
         if self.options.selection == "fixed":
             index_BNk = torch.arange(self.plan.top_k, device=scores_BNE.device)
             index_BNk = index_BNk.expand(*scores_BNE.shape[:-1], -1)
@@ -120,6 +123,12 @@ class Router(nn.Module):
             index_BNk = scores_BNE.topk(self.plan.top_k, dim=-1).indices
         selected_BNE = torch.zeros_like(scores_BNE, dtype=torch.bool)
         return selected_BNE.scatter(-1, index_BNk, True)
+
+    def _draw(self, scores_BNE: Tensor) -> Tensor:
+        """Random numbers in place of scores: from the keys, else from PyTorch's global stream."""
+        if self.draws is None:
+            return torch.rand_like(scores_BNE)
+        return draw(self.draws.to(scores_BNE.device), *scores_BNE.shape)
 
     def record(self, probs_BNE: Tensor, selected_BNE: Tensor, mask_BN: Tensor | None) -> None:
         """Overwrite ``statistics``; tokens where ``mask_BN`` is false do not count.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moh.reporting.figures import samples_figure, sweep_figure
+from moh.reporting.figures import samples_figure
 from moh.reporting.overview import overview, standings, write_overview
 from moh.reporting.records import Records, load_records
 from moh.reporting.render import RENDERERS, to_markdown
@@ -23,6 +23,8 @@ from moh.reporting.spec import (
     table_names,
 )
 from moh.reporting.style import save_png
+from moh.reporting.sweep_figure import sweep_figure
+from moh.reporting.sweep_rows import with_recorded_rows
 from moh.reporting.tables import build_table
 from moh.reporting.terminal import to_terminal
 from moh.runner import write_text
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _render(definitions: Sequence[TableDefinition], options: argparse.Namespace) -> None:
     results_dir: Path = options.results_dir
     records = load_records(results_dir)
+    definitions = [with_recorded_rows(definition, records) for definition in definitions]
     console = Console()
     tables = [build_table(definition, records) for definition in definitions]
     if not options.tables and options.format == "terminal":
@@ -116,7 +119,8 @@ def write_figures(
     """Write the figures that stand in the README, those with records behind them.
 
     Returns:
-        The files written: ``<protocol>_sweep.png`` and ``<protocol>_samples.png``.
+        The files written: ``<protocol>_sweep.png`` and ``<protocol>_samples.png``, and
+        ``<table>.png`` for a table that is a sweep by itself.
     """
     written = []
     for definition in definitions:
@@ -129,7 +133,8 @@ def write_figures(
             drawn["samples"] = samples_figure(definition, grids)
         for kind, figure in drawn.items():
             if figure is not None:
-                path = folder / f"{spec.protocol}_{kind}.png"
+                name = definition.name if spec.sweep is not None else f"{spec.protocol}_{kind}"
+                path = folder / f"{name}.png"
                 save_png(figure, path)
                 written.append(path)
     return written

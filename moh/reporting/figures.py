@@ -1,4 +1,4 @@
-"""Curves: score against activated ratio, and loss against training samples."""
+"""Loss against training samples, and grids of generated images."""
 
 from __future__ import annotations
 
@@ -12,122 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from moh.reporting.cells import number, spread
-from moh.reporting.comparison import title_of
 from moh.reporting.records import Record
-from moh.reporting.results import RowResult, Score
-from moh.reporting.spec import ColumnSpec, TableDefinition
-from moh.reporting.style import INK, MUTED, OTHER, colour, look, new_figure, spread_apart
+from moh.reporting.results import RowResult
+from moh.reporting.spec import TableDefinition
+from moh.reporting.style import MUTED, colour, look, new_figure, spread_apart
 
 _MAX_POINTS = 400
-_NAMED_RATIOS = ("_50", "_75")  # coloured here as in the other figures
 Array = npt.NDArray[np.float64]
-
-
-def score_column(definition: TableDefinition) -> ColumnSpec | None:
-    """The metric that the table compares first."""
-    return next((column for column in definition.spec.columns if column.gap), None)
-
-
-def sweep_figure(definition: TableDefinition, results: Mapping[str, RowResult]) -> Figure | None:
-    """Score against activated ratio, MHA as a level line (the paper's Table H as a curve).
-
-    Bars and the MHA band are one standard deviation over seeds, where there are two seeds or more;
-    hollow points off the curve are no full runs of the protocol. Squares are the paper's values.
-    None without any MoH point.
-    """
-    column = score_column(definition)
-    if column is None:
-        return None
-    points = []
-    for row in definition.spec.rows:
-        result, score = results[row.id], results[row.id].score(column)
-        ratio = result.runs[0].get("activated_ratio") if result.runs else None
-        if score is not None and ratio is not None:
-            points.append((row, 100 * float(ratio), score, result.state))
-    if all(row.baseline for row, *_ in points):
-        return None
-    with look():
-        figure, axes = new_figure(5.8, 3.5)
-        curve = sorted(
-            (x, score.mean)
-            for row, x, score, state in points
-            if state.complete and not row.baseline
-        )
-        axes.plot([x for x, _ in curve], [y for _, y in curve], color=MUTED, linewidth=1.4)
-        for row, x, score, state in points:
-            named = row.baseline or row.id.endswith(_NAMED_RATIOS)
-            tint = colour(row.id) if named else OTHER
-            if row.baseline:
-                label = row.label if state.complete else f"{row.label}, {state}"
-                _level(axes, label, score, column)
-            axes.errorbar(
-                x,
-                score.mean,
-                yerr=score.sd,
-                fmt="D" if row.baseline else "o",
-                color=tint,
-                markerfacecolor=tint if state.complete else "white",
-                markersize=6.5,
-                capsize=3,
-                elinewidth=1.4,
-                zorder=4,
-            )
-            if score.n > 1:
-                values = list(score.values.values())
-                axes.plot([x] * score.n, values, ".", color=tint, alpha=0.4, ms=4, zorder=3)
-            if not state.complete:
-                left = x < 75  # the label goes towards the middle
-                axes.annotate(
-                    str(state),
-                    (x, score.mean),
-                    xytext=(8 if left else -8, 0),
-                    textcoords="offset points",
-                    ha="left" if left else "right",
-                    va="center",
-                    fontsize=8.5,
-                    color=MUTED,
-                )
-        _paper_points(axes, definition, column)
-        axes.set_xlabel("activated heads (%)")
-        axes.set_ylabel(title_of(column))
-        axes.margins(x=0.06, y=0.12)
-        _mark_protocol(axes, definition)
-        return figure
-
-
-def _paper_points(axes: Axes, definition: TableDefinition, column: ColumnSpec) -> None:
-    """The paper's values at the ratios that it states."""
-    points = []
-    for row in definition.spec.rows:
-        ratio = definition.paper_value(row, "activated_ratio")
-        value = definition.paper_value(row, column.key)
-        if ratio is not None and value is not None and not row.calibration:
-            points.append((ratio, value))
-    if points:
-        xs, ys = zip(*points, strict=True)
-        axes.plot(
-            xs, ys, "s:", color=OTHER, lw=1, ms=5, markerfacecolor="white", label="paper", zorder=2
-        )
-        axes.legend(frameon=False, fontsize=9, labelcolor=MUTED, loc="best")
-
-
-def _level(axes: Axes, label: str, score: Score, column: ColumnSpec) -> None:
-    axes.axhline(score.mean, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
-    around = ""
-    if score.sd is not None:
-        low, high = score.mean - score.sd, score.mean + score.sd
-        axes.axhspan(low, high, color=INK, alpha=0.08, linewidth=0, zorder=0)
-        around = f" {spread(score.sd, column.decimals)}"
-    axes.annotate(
-        f"{label}\n{number(score.mean, column.decimals)}{around}\nn = {score.n}",
-        (1.015, score.mean),
-        xycoords=("axes fraction", "data"),
-        va="center",
-        fontsize=9,
-        color=INK,
-        annotation_clip=False,
-    )
 
 
 def training_figure(definition: TableDefinition, results: Mapping[str, RowResult]) -> Figure | None:

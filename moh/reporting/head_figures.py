@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
@@ -31,12 +31,23 @@ def load_by_layer(load: HeadLoad, title: str) -> Figure:
 
 def load_by_group(load: HeadLoad, title: str) -> Figure | None:
     """Load of the last routed layer's heads for each class or task; None without groups."""
-    if not load.groups:
+    return _by_group(load, load.groups, title)
+
+
+def load_by_axis(load: HeadLoad, title: str) -> Figure | None:
+    """The same for each noise level; None where none were told apart."""
+    return _by_group(load, load.axis_groups, title)
+
+
+def _by_group(
+    load: HeadLoad, groups: Mapping[str, Sequence[Sequence[float]]], title: str
+) -> Figure | None:
+    if not groups:
         return None
     last = len(load.layers) - 1
-    rows = [layers[last] for layers in load.groups.values()]
+    rows = [layers[last] for layers in groups.values()]
     title = f"{title} (layer {last + 1}: top {load.top_k[last]} of {load.num_routed[last]})"
-    return _heatmap(rows, list(load.groups), [load.uniform(last)] * len(rows), title, "")
+    return _heatmap(rows, list(groups), [load.uniform(last)] * len(rows), title, "")
 
 
 def _heatmap(

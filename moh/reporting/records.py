@@ -27,12 +27,14 @@ _NEUTRAL_KEYS = (
     "logger",
     "launcher",
     "hydra",
+    *("family", "base", "ratios", "controls", "control_ratios", "shares", "seeds"),  # of a sweep
     "data.root",
     "eval.data_root",
     "eval.features_path",
     "eval.reference",
     "eval.save_samples",
     "eval.vae",
+    "eval.similarity_samples",
     "trainer.threads",
     "trainer.device",
     "trainer.device_batch",
@@ -83,6 +85,8 @@ class HeadLoad:
         layers: module name of each routed layer, first layer first.
         overall: one list a layer, one load a routed head.
         groups: class or task name -> the same for its items alone.
+        axis: what else the tokens were counted by ("noise level"); empty for nothing.
+        axis_groups: its groups, as ``groups``.
     """
 
     layers: tuple[str, ...]
@@ -90,6 +94,8 @@ class HeadLoad:
     num_routed: tuple[int, ...]
     overall: tuple[tuple[float, ...], ...]
     groups: Mapping[str, tuple[tuple[float, ...], ...]]
+    axis: str = ""
+    axis_groups: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def uniform(self, layer: int) -> float:
         """Load of every head of a layer if the router balanced perfectly: ``top_k / E``."""
@@ -111,7 +117,36 @@ class HeadLoad:
             num_routed=tuple(int(data["num_routed"][index]) for index in kept),
             overall=rows(data["overall"]),
             groups={str(name): rows(loads) for name, loads in data.get("groups", {}).items()},
+            axis=str(data.get("axis") or ""),
+            axis_groups={
+                str(name): rows(loads) for name, loads in data.get("axis_groups", {}).items()
+            },
         )
+
+
+@dataclass(frozen=True)
+class HeadSimilarity:
+    """How alike the heads of each layer are.
+
+    Attributes:
+        layers: module name of each attention layer, first layer first.
+        matrices: ``pattern``, ``output`` and ``gated_output`` -> [layer][head][head].
+        samples: what was evaluated, in words.
+    """
+
+    layers: tuple[str, ...]
+    matrices: Mapping[str, Sequence[Sequence[Sequence[float]]]]
+    samples: str
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> HeadSimilarity:
+        """Read ``head_similarity.json``."""
+        layers = tuple(str(name) for name in data["layers"])
+        matrices = {kind: data[kind] for kind in ("pattern", "output", "gated_output")}
+        for matrix in matrices.values():
+            if len(matrix) != len(layers):
+                raise ValueError("a matrix for each layer is needed")
+        return cls(layers, matrices, str(data.get("samples") or ""))
 
 
 @dataclass(frozen=True)
@@ -211,6 +246,15 @@ class Record:
         try:
             return HeadLoad.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+            return None
+
+    @cached_property
+    def head_similarity(self) -> HeadSimilarity | None:
+        """Similarity of the heads by layer; None where it was not measured."""
+        path = self.folder / "head_similarity.json"
+        try:
+            return HeadSimilarity.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     @property

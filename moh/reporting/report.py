@@ -8,15 +8,22 @@ from pathlib import Path
 
 from moh.reporting.cells import Cell, Table
 from moh.reporting.comparison import find_gap, gap_cell, score_cell, title_of
-from moh.reporting.figures import score_column, sweep_figure, training_figure
-from moh.reporting.head_figures import load_by_group, load_by_layer
+from moh.reporting.figures import training_figure
+from moh.reporting.head_figures import load_by_axis, load_by_group, load_by_layer
 from moh.reporting.overview import overview, standings
 from moh.reporting.provenance_view import Provenance, provenance
 from moh.reporting.records import Record, Records, load_records
 from moh.reporting.render import environment, to_html, to_latex
 from moh.reporting.results import RowResult, collect
+from moh.reporting.similarity_figures import (
+    first_similarity,
+    similarity_by_layer,
+    similarity_matrices,
+)
 from moh.reporting.spec import EXPERIMENTS_DIR, TableDefinition, load_table
 from moh.reporting.style import png_uri, svg_uri
+from moh.reporting.sweep_figure import score_column, sweep_figure
+from moh.reporting.sweep_rows import with_recorded_rows
 from moh.reporting.tables import build_table
 
 _CARD_ROWS = 6
@@ -94,8 +101,10 @@ def build_report(
     Raises:
         ValueError: an unknown table, or a record that contradicts one.
     """
-    definitions = [load_table(name, experiments_dir) for name in tables]
     records = load_records(results_dir)
+    definitions = [
+        with_recorded_rows(load_table(name, experiments_dir), records) for name in tables
+    ]
     collected = [collect(definition, records) for definition in definitions]
     sections = [
         _section(definition, results, records)
@@ -140,6 +149,7 @@ def _section(
         "training_curves": _training,
         "head_load": _head_load,
         "samples": _samples,
+        "head_similarity": _head_similarity,
     }
     # Of the paper's tables, mere places of what was not run would bury what was.
     drawn = table.demo or any(result.runs for result in results.values())
@@ -189,7 +199,7 @@ def _sweep(definition: TableDefinition, results: dict[str, RowResult]) -> Figure
     figure = sweep_figure(definition, results)
     caption = (
         "The dashed line is MHA; bars and the grey band are one standard deviation over seeds, "
-        "where there are at least two. 75 % and 50 % have their colours of the other figures."
+        "where there are at least two; faint dots are the seeds."
     )
     return FigureBlock(
         "wide",
@@ -226,6 +236,10 @@ def _head_load(definition: TableDefinition, results: dict[str, RowResult]) -> Fi
         by_group = load_by_group(run.head_load, f"{title}: by {label}")
         if by_group is not None:
             images.append(Image(svg_uri(by_group), f"Heatmap: head load of {title} by {label}"))
+        axis = run.head_load.axis
+        by_axis = load_by_axis(run.head_load, f"{title}: by {axis}")
+        if by_axis is not None:
+            images.append(Image(svg_uri(by_axis), f"Heatmap: head load of {title} by {axis}"))
     caption = (
         "Share of tokens that select each routed head (first seed; shared heads serve every token "
         "and are not shown). Colour: against the uniform load, top k over routed heads, at which "
@@ -233,6 +247,26 @@ def _head_load(definition: TableDefinition, results: dict[str, RowResult]) -> Fi
         "specialise, as in the paper's Figure 8."
     )
     return FigureBlock("pair", "Head load", caption, tuple(images))
+
+
+def _head_similarity(definition: TableDefinition, results: dict[str, RowResult]) -> FigureBlock:
+    images, measured = [], []
+    by_layer = similarity_by_layer(definition, results)
+    if by_layer is not None:
+        images.append(Image(svg_uri(by_layer), "Curves: similarity of heads by layer"))
+    for row in definition.spec.rows:
+        similarity = first_similarity(results[row.id])
+        if similarity is not None:
+            figure = similarity_matrices(similarity, row.label, definition.spec.protocol)
+            images.append(Image(svg_uri(figure), f"Matrices: similarity of heads of {row.label}"))
+            measured.append(similarity.samples)
+    over = "; ".join(dict.fromkeys(measured))
+    caption = (
+        "Two heads of a layer: one minus half the mean L1 distance of their attention patterns, "
+        "and the mean cosine of their outputs before the gates "
+        f"(first seed; {over}). 1 is the same head twice."
+    )
+    return FigureBlock("pair", "Similarity of heads", caption, tuple(images))
 
 
 def _samples(definition: TableDefinition, results: dict[str, RowResult]) -> FigureBlock:

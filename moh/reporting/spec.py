@@ -13,10 +13,11 @@ from yaml import YAMLError
 
 from moh.errors import nearest
 from moh.reporting.stored import ModelFacts, PaperValue, load_models, load_paper
+from moh.reporting.sweep_rows import SweepSpec, sweep_rows
 
 EXPERIMENTS_DIR = Path(__file__).resolve().parents[2] / "experiments"
 DIRECTIONS = {"higher": 1, "lower": -1, "none": 0}
-FIGURES = ("sweep", "training_curves", "head_load", "samples")
+FIGURES = ("sweep", "training_curves", "head_load", "head_similarity", "samples")
 LAYOUTS = ("wide", "stacked")
 FAMILIES = ("ViT", "DiT", "LLM")  # in the paper's order
 
@@ -35,6 +36,7 @@ class RowSpec:
     blocked: str | None = None  # why it cannot be run
     alone: bool = False  # run by its own command, not with the table; so are published weights
     needs: list[str] = field(default_factory=list)  # overrides that are no change of protocol here
+    control: str = ""  # in a sweep: which control it is, empty for the models themselves
     tolerance: dict[str, float] = field(default_factory=dict)  # instead of the columns' own
 
 
@@ -88,7 +90,8 @@ class TableSpec:
     seeds: int = 1  # wanted for each row
     loss_label: str = "training loss"
     group_label: str = "class"  # what the groups of the head load are
-    rows: list[RowSpec] = MISSING
+    rows: list[RowSpec] = field(default_factory=list)
+    sweep: SweepSpec | None = None  # further rows, made from a baseline
     columns: list[ColumnSpec] = MISSING
     references: list[ReferenceSpec] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)  # sweep | training_curves | head_load | ...
@@ -192,6 +195,8 @@ def load_table(name: str, experiments_dir: Path = EXPERIMENTS_DIR) -> TableDefin
     except (OmegaConfBaseException, YAMLError) as error:
         raise ValueError(f"{name}/table.yaml: {' '.join(str(error).split())}") from None
     assert isinstance(spec, TableSpec)
+    if spec.sweep is not None:
+        spec.rows += [RowSpec(**row) for row in sweep_rows(spec.sweep)]
     _check(name, spec)
     paper = load_paper(
         path.with_name("paper.csv"),

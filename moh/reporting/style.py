@@ -71,6 +71,13 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
+def mark_protocol(figure: Figure, protocol: str) -> None:
+    """Say in the figure itself that its protocol is not the paper's: figures get copied."""
+    if protocol != "paper":
+        text = f"{protocol} protocol, not the paper's"
+        figure.supxlabel(text, fontsize=8.5, color=MUTED, x=0.99, ha="right")
+
+
 def svg_uri(figure: Figure) -> str:
     """The figure as a data URI that needs no file beside the page."""
     buffer = io.BytesIO()

@@ -25,6 +25,7 @@ from moh.reporting.records import Records
 from moh.reporting.results import RowResult, collect
 from moh.reporting.spec import ColumnSpec, TableDefinition
 from moh.reporting.stacked import LEGEND, MARKS, stacked
+from moh.reporting.sweep_remarks import control_remarks
 
 CALIBRATION = "Published weights, evaluated here"
 _CALIBRATION_NOTE = (
@@ -54,7 +55,8 @@ def build_table(definition: TableDefinition, records: Records) -> Table:
     layout = stacked if spec.layout == "stacked" else _wide
     headings, rows = layout(definition, columns, results, notes)
     rows = _with_sections(definition, rows, len(headings))
-    remarks = [remark for result in results.values() for remark in result.remarks]
+    remarks = control_remarks(definition, results)
+    remarks += [remark for result in results.values() for remark in result.remarks]
     remarks += [sentence(note) for note in (definition.common_note,) if note]
     if any(cell.word in MARKS.values() for row in rows for cell in row.cells):
         remarks.append(LEGEND)

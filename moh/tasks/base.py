@@ -28,6 +28,7 @@ class Metric:
     Attributes:
         value: in ``unit``.
         n: images, tokens or items behind it.
+        higher_is_better: None where neither is.
         protocol: data, preprocessing and pipeline, in words.
         marks: what must be said beside the number ("limit 100 items").
     """
@@ -35,7 +36,7 @@ class Metric:
     value: float
     unit: str
     n: int
-    higher_is_better: bool
+    higher_is_better: bool | None
     protocol: str
     stderr: float | None = None
     marks: list[str] = field(default_factory=list)
@@ -48,6 +49,8 @@ class Evaluation:
     Attributes:
         metrics: name -> score.
         head_load: JSON data of :class:`moh.evaluation.heads.HeadLoad`, None for MHA.
+        head_similarity: JSON data of :class:`moh.evaluation.similarity.HeadSimilarity`, None
+            where it was not measured.
         images: name -> picture file in the run folder.
         benchmarks: what :func:`moh.evaluation.benchmarks.evaluate_benchmarks` gives.
         table: shown when the run ends, a rich renderable.
@@ -55,9 +58,23 @@ class Evaluation:
 
     metrics: dict[str, Metric]
     head_load: dict[str, Any] | None = None
+    head_similarity: dict[str, Any] | None = None
     images: dict[str, Path] = field(default_factory=dict)
     benchmarks: dict[str, dict[str, Any]] | None = None
     table: Any = None
+
+
+@dataclass
+class Look:
+    """A model run over some samples without a score.
+
+    Attributes:
+        samples: what was run, in words.
+        head_load: as in :class:`Evaluation`.
+    """
+
+    samples: str
+    head_load: dict[str, Any] | None
 
 
 class Task(ABC):
@@ -66,9 +83,11 @@ class Task(ABC):
     Attributes:
         evaluates_together: whether all processes of a run take part in :meth:`evaluate`; else
             the main one is left to do it alone.
+        look_samples: evaluation samples for :meth:`look` where the configuration names no number.
     """
 
     evaluates_together = True
+    look_samples: int
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
@@ -99,6 +118,19 @@ class Task(ABC):
             RunError: something is missing; one line.
         """
 
+    @abstractmethod
+    def look(self, model: nn.Module, samples: int, progress: Progress) -> Look | None:
+        """Run a model in evaluation mode over evaluation samples, for whoever watches it.
+
+        Nothing is scored, and nobody else takes part: of several processes the main one is enough.
+
+        Args:
+            samples: how many, spread over the evaluation set.
+
+        Returns:
+            None where there is nothing to run it on.
+        """
+
     def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """AdamW groups: no decay for one-dimensional parameters and what the model names."""
         names: Callable[[], set[str]] | None = getattr(model, "no_weight_decay", None)
@@ -109,3 +141,12 @@ class Task(ABC):
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's parameters are."""
     return next(model.parameters()).device
+
+
+LOOK_BATCH = 8  # samples whose attention patterns are computed together
+
+
+def spread_over(size: int, count: int) -> list[int]:
+    """``count`` numbers spread evenly over 0..size-1; all of them where there are no more."""
+    count = min(count, size)
+    return [index * size // count for index in range(count)]

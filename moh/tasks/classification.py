@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,27 @@ from moh.data.images import ImageSet
 from moh.data.order import ShuffledOrder, StepRandom, stable_seed
 from moh.data.readers import READERS
 from moh.data.validation_images import ValidationImages
-from moh.distribution import gather_to_main, sum_over_processes, world_size
+from moh.distribution import gather_to_main, rank, sum_over_processes, world_size
 from moh.errors import RunError
 from moh.evaluation.heads import HeadLoad
 from moh.evaluation.precision import precision, precision_marks
-from moh.tasks.base import Evaluation, Metric, Progress, Task, device_of
+from moh.heads import combine, set_draws
+from moh.tasks.base import (
+    LOOK_BATCH,
+    Evaluation,
+    Look,
+    Metric,
+    Progress,
+    Task,
+    device_of,
+    spread_over,
+)
 
 
 class Classification(Task):
     """Cross entropy with label smoothing; top-1 and top-5 on the test images."""
+
+    look_samples = 64
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -85,9 +98,12 @@ class Classification(Task):
         begun = time.monotonic()
         watched = load.watch(model) if config.head_load else nullcontext()
         with watched, precision(config.precision, device):
-            for images, labels in self.data.test_batches(config.batch):
+            for index, (images, labels) in enumerate(self.data.test_batches(config.batch)):
                 target = labels.to(device)
                 load.groups_B = target
+                # Of several processes each takes whole batches in turn.
+                first = (rank() + index * world_size()) * config.batch
+                set_draws(model, self._draws(range(first, first + len(target))))
                 logits = self._logits(model, images.to(device))
                 ranked = logits.topk(min(5, logits.shape[-1]), dim=-1).indices.eq(target[:, None])
                 right[:2] += torch.stack([ranked[:, 0].sum(), ranked.sum()]).cpu()
@@ -102,6 +118,7 @@ class Classification(Task):
                 done = min(int(right[2]) * world_size(), self.data.num_test)
                 rate = done / (time.monotonic() - begun)
                 progress("evaluating", done, self.data.num_test, f"{rate:.0f} images/s")
+        set_draws(model, None)
         sum_over_processes(right)
         load.sum_over_processes()
         gathered = gather_to_main(losses) or [losses]
@@ -120,6 +137,26 @@ class Classification(Task):
             },
             head_load=load.to_json(),
         )
+
+    @torch.inference_mode()
+    def look(self, model: nn.Module, samples: int, progress: Progress) -> Look:
+        device = device_of(model)
+        load = HeadLoad(self.data.class_names)
+        numbers = spread_over(self.data.num_test, samples)
+        with load.watch(model):
+            for start in range(0, len(numbers), LOOK_BATCH):
+                part = numbers[start : start + LOOK_BATCH]
+                images, labels = self.data.test_samples(part)
+                load.groups_B = labels.to(device)
+                set_draws(model, self._draws(part))
+                self._logits(model, images.to(device))
+                progress("looking at heads", start + len(part), len(numbers))
+        set_draws(model, None)
+        return Look(f"{len(numbers)} test images of {self.config.data.name}", load.to_json())
+
+    def _draws(self, numbers: Sequence[int]) -> Tensor:
+        """Keys of test images, for the random control."""
+        return combine(stable_seed(self.config.seed, "heads", "test"), torch.tensor(numbers))
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         try:

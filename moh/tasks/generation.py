@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,14 @@ from moh.evaluation.drawing import FULL_SET, Drawing, UntrainedImages, load_deco
 from moh.evaluation.extraction import SetFeatures, cached_features, extract
 from moh.evaluation.features import EXTRACTORS, FeatureExtractor, load_features
 from moh.evaluation.frechet import frechet_distance
-from moh.evaluation.heads import HeadLoad
 from moh.evaluation.image_sets import TensorImages
+from moh.evaluation.noise_levels import SamplingLoad, load_of_images, sampling_of
 from moh.evaluation.precision import precision_marks
 from moh.evaluation.reference import Reference
 from moh.evaluation.sample_set import SampleSet, weights_hash
 from moh.evaluation.scores import scores
 from moh.reporting.grid import ROWS, save_class_grid
-from moh.tasks.base import Evaluation, Metric, Progress, Task, device_of
+from moh.tasks.base import Evaluation, Look, Metric, Progress, Task, device_of
 from moh.tasks.diffusion import GaussianDiffusion
 
 SHOWN = 10  # classes in the picture of samples
@@ -39,6 +38,8 @@ SHOWN = 10  # classes in the picture of samples
 
 class Generation(Task):
     """Noise prediction with learned variance; samples scored against a reference."""
+
+    look_samples = 20
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -189,12 +190,10 @@ class Generation(Task):
             def tick(share: float, done: int = done, count: int = len(numbers)) -> None:
                 progress("sampling", done + int(share * count), total)
 
-            # Counted by image, so that an interrupted set has the whole load.
-            load = HeadLoad([str(number) for number in numbers])
-            load.groups_B = torch.arange(len(numbers))
-            watched = load.watch(model) if self.config.eval.head_load else nullcontext()
+            load = SamplingLoad(numbers, self.config.task.diffusion_steps)
+            counted = load if self.config.eval.head_load else None
             try:
-                with watched:
+                with sampling_of(model, numbers, self.config.seed, counted):
                     images = self.drawing.draw(model, numbers, device_of(model), tick)
             except torch.OutOfMemoryError:
                 smaller = max(1, len(numbers) // 2)
@@ -253,11 +252,28 @@ class Generation(Task):
             return None
         if samples.exported:
             return samples.record()["head_load"]
-        load = HeadLoad(self.class_names)
-        load.expect(model)
-        for index in range(samples.num_batches):
-            load.add(samples.counts(index), self.drawing.labels(samples.numbers(index)))
-        return load.to_json()
+        pieces = (
+            (samples.counts(index), self.drawing.labels(samples.numbers(index)))
+            for index in range(samples.num_batches)
+        )
+        return load_of_images(model, pieces, self.class_names, self.config.task.diffusion_steps)
+
+    @torch.inference_mode()
+    def look(self, model: nn.Module, samples: int, progress: Progress) -> Look:
+        # Latents need no decoder here: nobody sees the pictures.
+        drawing, pieces = Drawing(self.config, None), []
+        for start in range(0, samples, self.config.eval.batch):
+            numbers = range(start, min(start + self.config.eval.batch, samples))
+            load = SamplingLoad(numbers, self.config.task.diffusion_steps)
+            with sampling_of(model, numbers, self.config.seed, load):
+                drawing.sampled(model, numbers, device_of(model))
+            pieces.append((load.counts(), drawing.labels(numbers)))
+            progress("looking at heads", numbers.stop, samples)
+        steps = self.config.eval.sampling_steps
+        return Look(
+            f"{samples} generated images, all {steps} sampling steps",
+            load_of_images(model, pieces, self.class_names, self.config.task.diffusion_steps),
+        )
 
     def _save_picture(self, samples: SampleSet, path: Path) -> None:
         """The first samples of some classes, evenly spaced among those that the set has."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moh.config import Config
 from moh.data.mixture import MixtureStream, ShardedText
-from moh.data.order import StepRandom
+from moh.data.order import StepRandom, stable_seed
 from moh.data.text import TextSet, TokenStream
 from moh.errors import RunError
 from moh.evaluation.benchmarks import evaluate_benchmarks
@@ -21,9 +22,11 @@ from moh.evaluation.heads import HeadLoad
 from moh.evaluation.language import bits_per_byte, bits_per_byte_of_counts
 from moh.evaluation.lm_harness import check_data
 from moh.evaluation.lm_metrics import average_metrics, benchmark_metrics, benchmark_table
-from moh.tasks.base import Evaluation, Metric, Progress, Task
+from moh.heads import draws_by_prefix
+from moh.tasks.base import Evaluation, Look, Metric, Progress, Task, device_of, spread_over
 from moh.training.loop import DTYPES
 
+HELD_OUT = "validation text"
 EMBEDDED = "state-of-the-union"  # the text set that needs no data.root
 
 
@@ -34,6 +37,7 @@ class Language(Task):
     """
 
     evaluates_together = False
+    look_samples = 8
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -114,9 +118,10 @@ class Language(Task):
     def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
         evaluation = self.config.eval
         model = self._in_precision(model)
-        load = HeadLoad(["validation text", *evaluation.tasks])
+        load = HeadLoad([HELD_OUT, *evaluation.tasks])
         metrics: dict[str, Metric] = {}
-        with load.watch(model) if evaluation.head_load else nullcontext():
+        watched = load.watch(model) if evaluation.head_load else nullcontext()
+        with watched, self._draws(model):
             if self.data is not None:
                 progress("validation", 0, 1)
                 load.group = 0
@@ -137,6 +142,29 @@ class Language(Task):
         metrics |= averages | benchmark_metrics(results, evaluation)
         table = benchmark_table(results, averages, evaluation) if results else None
         return Evaluation(metrics, load.to_json(), benchmarks=results or None, table=table)
+
+    @torch.inference_mode()
+    def look(self, model: nn.Module, samples: int, progress: Progress) -> Look | None:
+        if self.data is None:
+            return None
+        text, device = self.data.validation, device_of(model)
+        seq_len = min(self.config.data.seq_len, len(text))
+        starts = spread_over(len(text) - seq_len + 1, samples)
+        load = HeadLoad([HELD_OUT])
+        load.group = 0
+        with load.watch(model), self._draws(model):
+            for done, start in enumerate(starts, 1):
+                window = torch.from_numpy(text[start : start + seq_len].astype(np.int64))
+                model(input_ids=window[None].to(device), use_cache=False)
+                progress("looking at heads", done, len(starts))
+        return Look(
+            f"{len(starts)} windows of {seq_len} held-out tokens of {self.config.data.name}",
+            load.to_json(),
+        )
+
+    def _draws(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keys of the tokens, for the random control."""
+        return draws_by_prefix(model, stable_seed(self.config.seed, "heads", "text"))
 
     def _in_precision(self, model: nn.Module) -> nn.Module:
         """The model with weights of ``eval.precision``, as lm-eval's ``dtype=`` loads them.

@@ -24,7 +24,7 @@ from moh.config import Config
 from moh.data.order import StepRandom, stable_seed
 from moh.errors import RunError, StoppedError
 from moh.evaluation.cost import training_flops
-from moh.heads import balance_loss, head_load, routers, sum_counts
+from moh.heads import balance_loss, combine, head_load, routers, set_draws, sum_counts
 from moh.reporting.wandb_logger import RunLogger
 from moh.tasks.base import Task
 from moh.training import checkpoint, parallel
@@ -219,6 +219,7 @@ class Trainer:
             )
             more = offset // self.micro_batch + 1 < trainer.global_batch // self.micro_batch
             with parallel.without_sync(self.run_model, wanted=more):
+                self._set_draws(offset)
                 with self.autocast():
                     loss, _ = self.task.loss(self.run_model, batch, random)
                 loss = loss / terms
@@ -246,6 +247,12 @@ class Trainer:
             row["grad_norm"] = norm
             row.update(load)
         return row, bool(sums[2])
+
+    def _set_draws(self, offset: int) -> None:
+        """What the random control draws belongs to the samples, however they are split."""
+        first = self.samples + offset
+        numbers = torch.arange(first, first + self.device_batch)
+        set_draws(self.routers, combine(stable_seed(self.config.seed, "heads"), numbers))
 
     def _micro_batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """This process's part of each micro-batch, and where in the global batch it begins."""
