@@ -15,6 +15,8 @@ from pathlib import Path
 
 from moh.cli import ROOT
 
+CONTEXT = multiprocessing.get_context("forkserver")
+
 
 def finish(name: str, *arguments: object, status: int = 0) -> str:
     """Run a script to its end; what it printed. A failure is one line."""
@@ -41,9 +43,10 @@ def small_files(most: int) -> Iterator[None]:
 def kill(name: str, *arguments: object, when: Callable[[], bool]) -> None:
     """Start a script in a process of its own and end it with SIGKILL when ``when`` says so.
 
-    A fork, so that it begins at once; what it would print is lost.
+    From a server that has imported everything, so that it begins at once; what it would print is
+    lost. A fork of this process would inherit OpenMP's threads as locks that nobody opens.
     """
-    process = multiprocessing.get_context("fork").Process(target=_silent, args=(name, arguments))
+    process = CONTEXT.Process(target=_silent, args=(name, arguments))
     process.start()
     assert process.pid is not None
     while process.is_alive() and not when():

@@ -22,7 +22,6 @@ from moh.training import checkpoint
 
 # Children start from a process that has imported everything and run nothing.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tiny_runs", "moh.worker", "moh.tasks.classification"])
 
 LONG = ("trainer.samples=192", "trainer.checkpoint_every=16", "mode=train", "trainer.threads=1")
 
