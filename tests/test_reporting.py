@@ -286,3 +286,8 @@ def test_a_wrong_table_definition_is_one_clear_line(
         load_table(*define(**change))
     assert "\n" not in str(error.value)
     assert "made_up" in str(error.value)
+
+
+def test_a_run_that_measured_nothing_of_a_table_is_not_done(define: Any, tmp_path: Path) -> None:
+    write_run(tmp_path, "demo/vit/mha", 0, {"another": metric(1.0)})
+    assert line(filled(define(), tmp_path), "mha")["State"] == "partial (not measured)"

@@ -18,10 +18,9 @@ _HEADINGS = (
     "Table",
     "Rows",
     "Run",
-    "Incomplete",
+    "Partial",
     "Not run",
-    "Blocked",
-    "Published weights",
+    "Published",
 )
 
 
@@ -49,8 +48,11 @@ class Standing:
         matched, off = self.judged
         if matched or off:
             run += f" ({matched} matched, {off} off)"
-        paper = self.definition.spec.paper or f"{ABSENT} ({self.definition.spec.protocol})"
-        counts = (self.incomplete, self.not_run, self.blocked)
+        spec = self.definition.spec
+        paper = spec.paper or ("demo" if spec.protocol == "demo" else "beyond it")
+        idle = str(self.not_run + self.blocked)
+        if self.blocked:
+            idle += f" ({self.blocked} blocked)"
         done, of = self.calibrated
         calibration = f"{done} of {of}" if of else ABSENT
         return (
@@ -58,7 +60,8 @@ class Standing:
             self.definition.name,
             str(self.rows),
             run,
-            *(str(count) for count in counts),
+            str(self.incomplete),
+            idle,
             calibration,
         )
 

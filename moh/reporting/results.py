@@ -225,7 +225,14 @@ def _state(runs: Sequence[Record], protocol: str, seeds: int, changes: Sequence[
 
 
 def _judge(result: RowResult, definition: TableDefinition) -> RowResult:
-    """Turn ``done`` into ``matched`` or ``off`` where a tolerance and a paper value are stored."""
+    """Turn ``done`` into ``matched`` or ``off`` where a tolerance and a paper value are stored.
+
+    A run that measured nothing of what the table shows is not done, however finished it is.
+    """
+    metrics = [column for column in definition.spec.columns if column.metric]
+    measured = any(result.score(column) for column in metrics) or not metrics
+    if result.state.complete and not measured:
+        return replace(result, state=State("partial", "not measured"))
     if result.state.word != "done":
         return result
     hits = []

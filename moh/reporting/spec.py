@@ -160,12 +160,13 @@ def table_names(experiments_dir: Path = EXPERIMENTS_DIR) -> list[str]:
 def in_order(definitions: Iterable[TableDefinition]) -> list[TableDefinition]:
     """Tables in the order of the paper (Table 1, ..., Table A, ..., Figure 1, ...), then others."""
 
-    def place(definition: TableDefinition) -> tuple[bool, bool, bool, int, str, int, str]:
+    def place(definition: TableDefinition) -> tuple[bool, bool, bool, bool, int, str, int, str]:
         spec = definition.spec
         kind, number = (*spec.paper.split(), "", "")[:2]
         digits = "".join(itertools.takewhile(str.isdigit, number))
         return (
             not kind,
+            spec.protocol == "demo",
             kind != "Table",
             not digits,
             int(digits or 0),
