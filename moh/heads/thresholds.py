@@ -33,13 +33,9 @@ class Shape(NamedTuple):
     training: bool
 
 
-# Read once, with the module: torch.compile cannot trace the reading of a file.
+# How it was measured, and for each device and kind of work a list of steps. Read once, with the
+# module: torch.compile cannot trace the reading of a file.
 MEASURED: dict[str, Any] = json.loads((files("moh.heads") / "thresholds.json").read_text())
-
-
-def measured() -> dict[str, Any]:
-    """The file: how it was measured, and for each device and kind of work a list of steps."""
-    return MEASURED
 
 
 def kind_of_work(queries: int, causal: bool, training: bool) -> str:
@@ -56,10 +52,10 @@ def sparse_is_faster(shape: Shape) -> bool:
     faster from this many keys on. Measured at head width 64: narrower heads leave less work to
     skip for each row that is gathered, and need as many more keys.
     """
-    steps = measured()["devices"].get(shape.device, {}).get("steps", {})
+    steps = MEASURED["devices"].get(shape.device, {}).get("steps", {})
     kind = kind_of_work(shape.queries, shape.causal, shape.training)
     size = shape.keys if shape.queries == 1 else min(shape.queries, shape.keys)
-    size *= min(1.0, shape.head_dim / measured()["head_dim"])
+    size *= min(1.0, shape.head_dim / MEASURED["head_dim"])
     return any(
         # Half a head of 32 decides nothing; 0.25 must hold for 1 - 0.75.
         shape.skipped >= skipped - 1e-9 and size >= keys
