@@ -26,6 +26,7 @@ from moh.reporting.results import RowResult, collect
 from moh.reporting.spec import ColumnSpec, TableDefinition
 from moh.reporting.stacked import LEGEND, MARKS, stacked
 from moh.reporting.sweep_remarks import control_remarks
+from moh.reporting.sweep_rows import with_recorded_rows
 
 CALIBRATION = "Published weights, evaluated here"
 _CALIBRATION_NOTE = (
@@ -48,6 +49,7 @@ def build_table(definition: TableDefinition, records: Records) -> Table:
     Raises:
         ValueError: a record whose unit or direction contradicts the table definition.
     """
+    definition = with_recorded_rows(definition, records)
     spec = definition.spec
     results = collect(definition, records)
     columns = [column for column in spec.columns if _shown(column, results, definition)]
