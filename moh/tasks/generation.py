@@ -164,7 +164,7 @@ class Generation(Task):
             samples.export({"head_load": head_load})
         else:
             samples.discard_shards()
-        return Evaluation(metrics, head_load, {"samples": folder / "samples.png"})
+        return Evaluation(metrics, head_load, images={"samples": folder / "samples.png"})
 
     def _samples(self, model: nn.Module, folder: Path) -> SampleSet:
         plan, decoder = head_plan(model), self.drawing.decoder
