@@ -10,6 +10,7 @@ from moh.reporting.cells import ABSENT, Cell, Heading, Row, Table
 from moh.reporting.records import Records
 from moh.reporting.results import collect
 from moh.reporting.spec import TableDefinition, in_order
+from moh.reporting.sweep_rows import with_recorded_rows
 
 BEGIN = "<!-- overview: written by make tables -->"
 END = "<!-- end of overview -->"
@@ -69,7 +70,7 @@ class Standing:
 def standings(definitions: Sequence[TableDefinition], records: Records) -> list[Standing]:
     """What was run of each table, in the order of the paper."""
     found = []
-    for definition in in_order(definitions):
+    for definition in in_order(with_recorded_rows(each, records) for each in definitions):
         results = collect(definition, records).values()
         states = [result.state for result in results if not result.row.calibration]
         published = [result.state.complete for result in results if result.row.calibration]

@@ -76,8 +76,9 @@ def with_recorded_rows(definition: TableDefinition, records: Records) -> TableDe
         for base, point in filter(None, found)
         if base == sweep.base and (point.shared is None) == (not sweep.shares)
     ]
+    made = sweep_rows(sweep, recorded)
     # Rows that the table lists itself come first.
-    made = {row["id"] for row in sweep_rows(sweep)}
-    rows = [row for row in definition.spec.rows if row.id not in made]
-    rows += [RowSpec(**row) for row in sweep_rows(sweep, recorded)]
+    own = {row["id"] for row in made}
+    rows = [row for row in definition.spec.rows if row.id not in own]
+    rows += [RowSpec(**row) for row in made]
     return replace(definition, spec=replace(definition.spec, rows=rows))
