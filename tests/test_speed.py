@@ -1,0 +1,238 @@
+"""The speed benchmark: what it times is the same thing, what it prints is what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moh
+from moh.cli import ROOT
+from moh.heads.thresholds import Shape, kind_of_work
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from benchmarks import models, report, suite
+from benchmarks.attention import attention_contenders, layer_contenders
+from benchmarks.calibrate import steps
+from benchmarks.reference import replace_attention
+from benchmarks.shape import AttentionShape
+from benchmarks.timing import interleave, summarize
+
+SMALL = AttentionShape(
+    tokens=24,
+    queries=24,
+    heads=8,
+    head_dim=8,
+    batch=2,
+    key_heads=8,
+    ratio=0.5,
+    shared_share=0.5,
+    causal=False,
+    backward=False,
+    dtype="fp32",
+    device="cpu",
+)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_all_contenders_compute_the_same_attention(causal, key_heads):
+    shape = replace(SMALL, causal=causal, key_heads=key_heads)
+    contenders, auto = attention_contenders(shape)
+    assert auto == "dense"
+    outputs = {name: run() for name, run in contenders.items()}
+    for name in ("sparse", "auto", "reference"):
+        torch.testing.assert_close(outputs[name], outputs["dense"], atol=2e-6, rtol=1e-5)
+    assert not torch.allclose(outputs["mha"], outputs["dense"])
+    grads = {
+        name: run() for name, run in attention_contenders(replace(shape, backward=True))[0].items()
+    }
+    for name in ("sparse", "auto"):
+        for one, other in zip(grads[name], grads["dense"], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_all_contenders_compute_the_same_layer():
+    outputs = {name: run() for name, run in layer_contenders(SMALL)[0].items()}
+    for name in ("sparse", "auto", "reference"):
+        torch.testing.assert_close(outputs[name], outputs["dense"], atol=2e-6, rtol=1e-5)
+    for run in layer_contenders(replace(SMALL, backward=True))[0].values():
+        run()
+
+
+@pytest.mark.parametrize("name", ["demo/vit/moh_75", "demo/dit/moh_50", "demo/llm/moh_75"])
+def test_the_plain_reference_of_a_model_computes_the_same(name):
+    """With gradients: what the ratios to it are worth."""
+    shape = models.ModelShape(name, 2, 20 if "llm" in name else None, True, "fp32", "cpu")
+    config = shape.config()
+    model = models.build_model(config.model, config.heads)
+    for weight in model.parameters():
+        if weight.requires_grad and not weight.any():  # DiT starts at zero output
+            torch.nn.init.normal_(weight, std=0.1)
+    plain = replace_attention(models._twin(model))
+    call = models._inputs(config.model, 2, shape.tokens, "cpu")
+    found = []
+    for one in (model, plain):
+        model.zero_grad()
+        out = call(one)
+        (out.square().mean() + moh.balance_loss(one)).backward()
+        found.append([out, *[p.grad for p in model.parameters() if p.grad is not None]])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-3)
+
+
+def test_a_whole_model_is_timed_in_training():
+    shape = models.ModelShape("demo/vit/moh_50", 2, None, True, "fp32", "cpu")
+    contenders, limit = models.model_contenders(shape)
+    times = interleave(contenders, 0.1, 3, "cpu")
+    record = summarize(times, limit)
+    assert {len(taken) for taken in times.values()} == {3}
+    assert 0.5 < record["limit"] < 1
+    assert record["auto_over_reference"] > 0
+
+
+@pytest.mark.parametrize("load", ["even", "skewed"])
+def test_a_load_is_what_its_name_says(load):
+    shape = replace(SMALL, tokens=4000, queries=4000, heads=16, key_heads=16, load=load)
+    selected = shape.select()
+    assert (selected.sum(-1) == shape.plan.top_k).all()
+    share = selected.float().mean((0, 1))
+    if load == "even":
+        torch.testing.assert_close(share, torch.full_like(share, 1 / 3), atol=0.03, rtol=0)
+    else:
+        assert share[0] > 3 * share[-1]
+        assert (share.diff() < 0.02).all()
+
+
+def test_the_limit_is_the_share_of_active_heads():
+    assert SMALL.attention_limit == 0.5
+    long = replace(SMALL, tokens=10**6, queries=10**6)
+    assert long.layer_limit == pytest.approx(0.5, abs=1e-3)
+    assert replace(long, tokens=1).layer_limit > 0.75
+
+
+def test_ratios_are_medians_of_rounds():
+    times = {
+        "mha": [1.0, 2.0, 4.0],
+        "dense": [1.1, 2.2, 4.4],
+        "sparse": [0.5, 1.0, 4.0],
+        "auto": [0.6, 1.2, 2.4],
+        "reference": [2.0, 4.0, 8.0],
+    }
+    found = summarize(times, 0.5)
+    assert (found["mha_ms"], found["dense_over_mha"], found["sparse_over_mha"]) == (2000, 1.1, 0.5)
+    assert found["quartiles_over_mha"]["sparse"] == [0.5, 0.75]
+    assert found["auto_over_best"] == 1.2
+    assert found["auto_over_reference"] == 0.3
+
+
+def test_thresholds_are_where_sparse_keeps_winning():
+    ratios = {
+        "0.25": {"128": 1.3, "256": 0.9, "512": 0.99, "1024": 0.9, "2048": 0.8},
+        "0.5": {"128": 0.96, "256": 0.8},
+        "0.1": {"128": 1.5, "256": 1.0},
+    }
+    assert steps(ratios) == [[0.25, 1024], [0.5, 128]]
+    assert kind_of_work(1, True, True) == "one query"
+    assert Shape._fields[0] == "device"
+
+
+def test_the_suite_holds_the_papers_shapes_and_both_loads():
+    shapes = list(suite.measurements("cpu"))
+    table7 = [shape for section, _, shape in shapes if section == "table7"]
+    assert {(s.heads, s.head_dim, s.tokens) for s in table7} == {(32, 64, 256), (32, 64, 512)}
+    assert {s.ratio for s in table7} == {0.9, 0.75, 0.5}
+    assert {s.load for s in table7} == {"even", "skewed"}
+    long = {(s.tokens, s.causal) for section, _, s in shapes if section == "long"}
+    assert long == {(1024 * 2**i, causal) for i in range(5) for causal in (False, True)}
+
+
+def test_the_page_says_what_was_measured(tmp_path):
+    def record(**changes):
+        found = {
+            "section": "table7",
+            "what": "attention",
+            "tokens": 256,
+            "heads": 32,
+            "ratio": 0.5,
+            "activated_ratio": 0.5,
+            "causal": False,
+            "backward": False,
+            "load": "even",
+            "auto": "sparse",
+            "mha_ms": 8.0,
+            "reference_ms": None,
+            "dense_over_mha": 1.02,
+            "sparse_over_mha": 0.8,
+            "auto_over_mha": 0.8,
+            "limit": 0.5,
+            "quartiles_over_mha": {"sparse": [0.78, 0.82], "auto": [0.7, 0.9]},
+        }
+        return found | changes
+
+    records = [
+        record(),
+        record(section="long", tokens=4096, causal=True, sparse_over_mha=0.65),
+        record(section="long", tokens=4096),
+        record(
+            section="model",
+            experiment="vit/moh_s_75",
+            train=True,
+            batch=4,
+            reference_ms=20.0,
+            auto_over_reference=0.61,
+        ),
+    ]
+    records[-1].pop("auto")
+    environment = {
+        "cpu": "A CPU",
+        "threads": 2,
+        "gpu": None,
+        "python": "3.11",
+        "torch": "2.14.1",
+        "commit": "0123456789",
+        "dirty": False,
+    }
+    data = {"environment": environment, "measurements": records}
+    (tmp_path / "benchmark.json").write_text(json.dumps(data))
+    page = report.render(tmp_path).read_text()
+    assert "# Speed on A CPU, 2 threads" in page
+    assert "| 256 | 32 | 50 % |  | 8.00 | too large | 1.02 | 0.80 ± 0.02 | 0.50 | sparse |" in page
+    assert "| 1.25× | 1.60× |" in page
+    assert "vit/moh_s_75, training step" in page
+    assert (tmp_path / "speedup.png").stat().st_size > 10_000
+
+
+def test_the_command_prints_one_object():
+    command = [sys.executable, "scripts/benchmark.py", "attention", "--tokens", "20", "--heads"]
+    command += ["4", "--head-dim", "8", "--rounds", "3", "--threads", "1", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert {"mha_ms", "dense_ms", "sparse_ms", "reference_ms", "limit"} <= set(found)
+    assert {"dense_over_mha", "sparse_over_mha", "environment"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "--heads", "4", "--kv-heads", "3"], "kv_heads 3 is no divisor of 4 heads"),
+        (["attention", "--ratio", "1.5"], "ratio 1.5 is not in (0, 1]"),
+        (["attention", "--queries", "1", "--causal"], "causal needs as many queries as tokens"),
+        (["model", "--experiment", "demo/vit/mha"], "is an MHA baseline"),
+        (["layer", "--threads", "0"], "threads 0 must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, monkeypatch, capsys):
+    import benchmark
+
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
+    assert benchmark.main() == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("benchmark: ")
+    assert error.count("\n") == 1
