@@ -132,6 +132,7 @@ def test_encoding_while_training_gives_the_samples_of_the_cache(cached, images, 
     torch.testing.assert_close(online.encode(batch), expected["images"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_to_the_same_cache(cached, images, vae, tmp_path):
     out = tmp_path / "killed"
     command = arguments(images, vae, out)

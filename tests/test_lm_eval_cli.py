@@ -125,6 +125,7 @@ def assert_same(ours, theirs, task):
     assert ours["version"] == str(theirs["versions"][task])
 
 
+@pytest.mark.slow
 def test_our_command_and_lm_evals_give_the_same_numbers(tmp_path):
     data_root = tmp_path / "data"
     write_dataset(

@@ -112,6 +112,7 @@ def test_verification_finds_what_changed(made, tmp_path):
     assert f"{shard.name}/train.npy is damaged" in said.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_to_the_same_shards(made, corpus, tokenizer, tmp_path):
     out = tmp_path / "killed"
     command = arguments(corpus, tokenizer, out)

@@ -327,7 +327,8 @@ def test_the_report_shows_what_is_recorded_of_heads(tmp_path):
     load["axis_groups"] = dict.fromkeys(("t 0–499", "t 500–999"), load["overall"])
     files = {"head_similarity.json": similarity_of(3, 8), "head_load.json": load}
     scores = {"pattern_similarity": metric(0.25, higher=None)}
-    write_run(tmp_path, "demo/dit/moh_50", 0, scores, files)
+    distance = {"fd_efficientnet_lite0": metric(177.0, higher=False)}
+    write_run(tmp_path, "demo/dit/moh_50", 0, scores | distance, files)
     write_run(tmp_path, "demo/dit/mha", 0, scores, {"head_similarity.json": similarity_of(3, 8)})
     write_run(tmp_path, "demo/vit/mha", 0, files={"head_similarity.json": "{"})
     names = ["demo_head_similarity", "demo_dit"]

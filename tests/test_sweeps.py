@@ -249,7 +249,8 @@ def test_rows_come_from_the_table_and_from_the_records(swept: Path):
         "MoH-60",  # recorded, not listed
         "MoH-75",
     ]
-    table = build_table(definition, records)
+    assert with_recorded_rows(definition, records) == definition
+    table = build_table(load_table("demo_controls"), records)
     cells = {row.cells[0].text: row.cells[2].plain for row in table.rows}
     assert cells["MoH-60"] == "85.70 ± 0.28 (2)"
     assert cells["MoH-50, random heads"] == "82.20 ± 0.28 (2)"
