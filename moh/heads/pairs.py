@@ -114,29 +114,33 @@ class Pairs:
                 yield Block(slice(head, head + 1), slice(sample, sample + 1), start, [[count]])
             start += count
 
-    def take(self, x_BNHK: Tensor, block: Block) -> Tensor:
+    def take(self, x_THK: Tensor, block: Block) -> Tensor:
         """Copy a block's rows of a tensor whose last E heads are the routed ones.
+
+        Args:
+            x_THK: (B * N, heads, ...).
 
         Returns:
             (samples, heads, rows, ...).
         """
-        x, first = x_BNHK.flatten(0, 1), x_BNHK.shape[2] - self.shape[2]
+        first = x_THK.shape[1] - self.shape[2]
         if block.index_BHC is None:
-            column = x[:, first + block.head]
+            column = x_THK[:, first + block.head]
             return column.index_select(0, self._place_R[block.rows])[None, None]
-        head_H1 = torch.arange(first + block.heads.start, first + block.heads.stop).unsqueeze(1)
-        return x[self._place_R[block.index_BHC], head_H1]
+        head_H1 = torch.arange(block.heads.start, block.heads.stop).unsqueeze(1)
+        return x_THK[self._place_R[block.index_BHC], first + head_H1]
 
-    def put(self, x_BNHK: Tensor, block: Block, values: Tensor) -> None:
-        """Overwrite a block's rows; inverse of :meth:`take`. The tensor must be contiguous."""
-        x, first = x_BNHK.flatten(0, 1), x_BNHK.shape[2] - self.shape[2]
+    def put(self, x_THK: Tensor, block: Block, values: Tensor) -> None:
+        """Overwrite a block's rows; inverse of :meth:`take`."""
+        first = x_THK.shape[1] - self.shape[2]
         if block.index_BHC is None or block.valid_BHC is None:
-            x[:, first + block.head].index_copy_(0, self._place_R[block.rows], values[0, 0])
+            column = x_THK[:, first + block.head]
+            column.index_copy_(0, self._place_R[block.rows], values[0, 0])
             return
-        head_BHC = torch.arange(first + block.heads.start, first + block.heads.stop).unsqueeze(1)
-        head_BHC = head_BHC.expand_as(block.index_BHC)
+        head_H1 = torch.arange(block.heads.start, block.heads.stop).unsqueeze(1)
+        head_BHC = (first + head_H1).expand_as(block.index_BHC)
         place = self._place_R[block.index_BHC[block.valid_BHC]]
-        x[place, head_BHC[block.valid_BHC]] = values[block.valid_BHC]
+        x_THK[place, head_BHC[block.valid_BHC]] = values[block.valid_BHC]
 
 
 class KeyHeads:
@@ -180,7 +184,7 @@ class Gradients:
 
     def put_queries(self, block: Block, dq: Tensor) -> None:
         """Set the gradients of a block's queries, (samples, heads, rows, K)."""
-        self._pairs.put(self._dq_BNEK, block, dq)
+        self._pairs.put(self._dq_BNEK.flatten(0, 1), block, dq)
 
     def add_keys(self, block: Block, dk: Tensor, dv: Tensor, keys: slice = slice(None)) -> None:
         """Add to the gradients of some keys and values of a block, (samples, heads, keys, K)."""

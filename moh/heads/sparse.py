@@ -62,16 +62,18 @@ def sparse_attention(
     # kinds of heads are handed to both.
     q_BSNK, q_BENK = q_BHNK.split([S, E], dim=1)
     keys, values = _split_keys(k_BGMK, S, group), _split_keys(v_BGMK, S, group)
-    y_BSNK = F.scaled_dot_product_attention(
-        q_BSNK,
-        keys[0],
-        values[0],
-        attn_mask=shared_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=keys[0].shape[1] != S,
-    )
+    y_BSNK = q_BSNK
+    if S:
+        y_BSNK = F.scaled_dot_product_attention(
+            q_BSNK,
+            keys[0],
+            values[0],
+            attn_mask=shared_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=keys[0].shape[1] != S,
+        )
     y_BNHK, _ = _active_heads(
         y_BSNK.transpose(1, 2),
         q_BENK.transpose(1, 2),

@@ -37,11 +37,17 @@ def forward(
     y_BNHK: Tensor,
     lse_BNE: Tensor,
 ) -> None:
-    """Write the selected rows of the outputs (the last E heads) and of the log-sum-exps."""
+    """Write the selected rows of the outputs (the last E heads) and of the log-sum-exps.
+
+    Args:
+        y_BNHK, lse_BNE: contiguous.
+    """
     whole = not is_causal and mask_BENM is None
     reach = None if mask_BENM is None else Reach(pairs, mask_BENM)
+    # Copies of what does not lie token by token, made once.
+    q_TEK, y_THK, lse_TE = (x.flatten(0, 1) for x in (q_BNEK, y_BNHK, lse_BNE))
     for block in _rectangles(pairs, keys) if whole else pairs.blocks():
-        q = pairs.take(q_BNEK, block)
+        q = pairs.take(q_TEK, block)
         if whole:
             y, lse = attend(q, *keys.take(block), scale)
         else:
@@ -52,8 +58,8 @@ def forward(
                 for rows, near, mask in reach.pieces(block):
                     k, v = keys.take(block, near)
                     y[:, :, rows], lse[:, :, rows] = attend(q[:, :, rows], k, v, scale, mask)
-        pairs.put(y_BNHK, block, y)
-        pairs.put(lse_BNE, block, lse)
+        pairs.put(y_THK, block, y)
+        pairs.put(lse_TE, block, lse)
 
 
 def backward(
@@ -71,8 +77,9 @@ def backward(
     whole = not is_causal and mask_BENM is None
     reach = None if mask_BENM is None else Reach(pairs, mask_BENM)
     sums = Gradients(q_BNEK, pairs, keys)
+    tensors = [x.flatten(0, 1) for x in (grad_BNHK, q_BNEK, y_BNHK, lse_BNE)]
     for block in _rectangles(pairs, keys) if whole else pairs.blocks():
-        saved = tuple(pairs.take(x, block) for x in (grad_BNHK, q_BNEK, y_BNHK, lse_BNE))
+        saved = tuple(pairs.take(x, block) for x in tensors)
         if block.valid_BHC is not None:
             # With these zeros a place left over adds nothing to any gradient.
             for x in saved:

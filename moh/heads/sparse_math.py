@@ -94,15 +94,20 @@ def forward(
     dropout: Dropout,
     y_BNHK: Tensor,
 ) -> None:
-    """Write the selected rows of the outputs, the last E heads."""
+    """Write the selected rows of the outputs, the last E heads.
+
+    Args:
+        y_BNHK: contiguous.
+    """
+    q_TEK, y_THK = q_BNEK.flatten(0, 1), y_BNHK.flatten(0, 1)
     for block in pairs.blocks():
-        q = pairs.take(q_BNEK, block)
+        q = pairs.take(q_TEK, block)
         y = torch.empty_like(q)
         for rows, _, v_MK, weights in _pieces(
             q, block, keys, pairs, mask_BENM, is_causal, scale, dropout
         ):
             y[0, 0, rows] = weights.output(v_MK).to(y.dtype)
-        pairs.put(y_BNHK, block, y)
+        pairs.put(y_THK, block, y)
 
 
 def backward(
@@ -120,8 +125,9 @@ def backward(
     sums, dmask = Gradients(q_BNEK, pairs, keys), None
     if mask_gradient and mask_BENM is not None:
         dmask = torch.zeros_like(mask_BENM, dtype=accumulator(mask_BENM.dtype))
+    q_TEK, grad_THK = q_BNEK.flatten(0, 1), grad_BNHK.flatten(0, 1)
     for block in pairs.blocks():
-        q, grad = pairs.take(q_BNEK, block), pairs.take(grad_BNHK, block)
+        q, grad = pairs.take(q_TEK, block), pairs.take(grad_THK, block)
         dq = torch.empty_like(q, dtype=accumulator(q.dtype))
         for rows, k_MK, v_MK, weights in _pieces(
             q, block, keys, pairs, mask_BENM, is_causal, scale, dropout
