@@ -121,7 +121,8 @@ def test_neutral_overrides_change_nothing(define: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("direction", "change", "verdict"),
     [("higher", 2.0, "better"), ("higher", -2.0, "worse"), ("lower", -2.0, "better"),
-     ("lower", 2.0, "worse"), ("lower", 0.0, "equal")],
+     ("lower", 2.0, "worse"), ("lower", 0.0, "equal"), ("neither", 2.0, "higher"),
+     ("neither", -2.0, "lower")],
 )  # fmt: skip
 def test_better_and_worse_follow_the_direction_of_the_metric(
     define: Any, tmp_path: Path, direction: str, change: float, verdict: str

@@ -27,6 +27,7 @@ from moh.evaluation.heads import HeadLoad
 from moh.evaluation.latents import LatentDecoder
 from moh.evaluation.sample_set import SampleSet, open_samples
 from moh.evaluation.sampling import class_labels
+from moh.evaluation.similarity import KINDS
 from moh.reporting.grid import save_class_grid
 from moh.runner import run
 from moh.tasks.generation import Generation
@@ -110,6 +111,9 @@ def latent_run(folder: Path, vae: Path, **changes: Any) -> DictConfig:
         file = folder / "weights.pt"
         config.checkpoint = str(file if file.exists() else weights_file(config, file))
     return config
+
+
+SIMILARITIES = [f"{kind}_similarity" for kind in KINDS]
 
 
 def metrics_of(config: DictConfig) -> dict:

@@ -10,7 +10,7 @@ from moh.reporting.cells import ABSENT, Cell, number, spread
 from moh.reporting.results import Gap, RowResult, Score, State, compare, scale
 from moh.reporting.spec import ColumnSpec, RowSpec, TableDefinition
 
-ARROWS = {"higher": "\u2191", "lower": "\u2193", "none": ""}
+ARROWS = {"higher": "\u2191", "lower": "\u2193", "neither": "", "none": ""}
 APPROXIMATELY = "\u2248"
 # run.json fields whose recorded unit is not "a plain number".
 _FIELD_UNITS = {"seconds": "s", "peak_memory_mib": "MiB"}

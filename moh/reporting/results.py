@@ -90,7 +90,8 @@ class Gap:
         n: common seeds; 0 where there are none.
         sd: standard deviation of those differences; None for fewer than two.
         item_error: where no sd is known, the combined standard error over items, if recorded.
-        verdict: ``better``, ``worse``, ``equal``, ``within spread`` or ``within item error``.
+        verdict: ``better``, ``worse``, ``equal``, ``within spread`` or ``within item error``;
+            ``higher`` or ``lower`` where neither is better.
     """
 
     value: float
@@ -166,7 +167,8 @@ def compare(score: Score, baseline: Score, column: ColumnSpec) -> Gap:
     elif item_error is not None and abs(value) <= item_error:
         verdict = "within item error"
     else:
-        verdict = "better" if value * DIRECTIONS[column.direction] > 0 else "worse"
+        words = ("higher", "lower") if column.direction == "neither" else ("better", "worse")
+        verdict = words[value * (DIRECTIONS[column.direction] or 1) < 0]
     return Gap(value, len(common), sd, item_error, verdict)
 
 

@@ -16,7 +16,7 @@ from moh.reporting.stored import ModelFacts, PaperValue, load_models, load_paper
 from moh.reporting.sweep_rows import SweepSpec, sweep_rows
 
 EXPERIMENTS_DIR = Path(__file__).resolve().parents[2] / "experiments"
-DIRECTIONS = {"higher": 1, "lower": -1, "none": 0}
+DIRECTIONS = {"higher": 1, "lower": -1, "neither": 0, "none": 0}
 FIGURES = ("sweep", "training_curves", "head_load", "head_similarity", "samples")
 LAYOUTS = ("wide", "stacked")
 FAMILIES = ("ViT", "DiT", "LLM")  # in the paper's order
@@ -53,7 +53,7 @@ class ColumnSpec:
     field: str | None = None  # dotted path
     unit: str = ""  # shown; "%" of a plain number is 100 times it, "M" a millionth
     decimals: int = 0
-    direction: str = "none"  # higher | lower | none: which is better
+    direction: str = "none"  # higher | lower | neither: which is better; none: not compared
     gap: bool = False  # with a column for the difference to the baseline
     spread: str = "sd"  # sd (over seeds) | stderr (over evaluated items)
     tolerance: float | None = None  # |ours - paper| that still counts as matched
@@ -233,7 +233,7 @@ def _check(name: str, spec: TableSpec) -> None:
                 f"{where}: direction {column.direction!r} of column {column.header!r} is not one "
                 f"of {', '.join(DIRECTIONS)}"
             )
-        if column.gap and not DIRECTIONS[column.direction]:
+        if column.gap and column.direction == "none":
             raise ValueError(f"{where}: column {column.header!r} has a gap but no direction")
         if column.spread not in ("sd", "stderr"):
             raise ValueError(f"{where}: spread {column.spread!r} is neither sd nor stderr")
