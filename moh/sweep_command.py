@@ -60,6 +60,8 @@ def expand(overrides: Sequence[str], params: Mapping[str, Any]) -> list[str]:
     for key, value in params.items():
         if key not in settings and key != "bases":
             settings[key] = _listed(value)
+    if "ratios" in given and "control_ratios" not in given:
+        settings["control_ratios"] = []  # the table's own may not be among them: every ratio
     base = _base(settings, params)
     rows = points(
         _numbers("ratios", settings),

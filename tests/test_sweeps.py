@@ -112,6 +112,10 @@ def test_a_sweep_is_mha_each_ratio_and_its_controls_for_every_seed():
             "moh_50 ratio_50_fixed ratio_60",
         ),
         (["ratios=range(0.5,0.75,0.1)", "controls=none"], "moh_50 ratio_60 ratio_70"),
+        (
+            ["ratios=0.5,0.6", "controls=random"],
+            "moh_50 ratio_50_random ratio_60 ratio_60_random",
+        ),
         (["ratios=1.0", "control_ratios=1.0"], "ratio_100 ratio_100_paper"),
         (["ratios=0.6", "controls=none", "base=demo/vit/mha", "family=dit"], "ratio_60"),
     ],
