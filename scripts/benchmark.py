@@ -5,6 +5,7 @@
     python scripts/benchmark.py model --experiment dit/moh_s2_75 --batch 4
     python scripts/benchmark.py train --experiment vit/moh_s_75 --batch 4 --json
     python scripts/benchmark.py suite       # everything, to results/benchmarks/ (make benchmark)
+    python scripts/benchmark.py overheads   # our training loop beside a bare one, MoH beside MHA
     python scripts/benchmark.py calibrate   # from where on auto takes sparse, for this machine
 
 All contenders are timed in one process, in turns: what disturbs the machine disturbs them all.
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         _common(command)
     for name, text in (
         ("suite", "the paper's Table 7, long sequences, layers and models"),
+        ("overheads", "a training step: our loop, a bare loop, MoH, the data"),
         ("calibrate", "write the thresholds of execution=auto for this machine"),
     ):
         command = commands.add_parser(name, help=text)
@@ -154,6 +156,8 @@ def main() -> int:
             raise ValueError("device cuda: no GPU is visible here; allowed: cpu")
         if options.what == "suite":
             suite.run(options.device)
+        elif options.what == "overheads":
+            suite.run_overheads(options.device)
         elif options.what == "calibrate":
             calibrate.run(options.device)
         else:

@@ -32,6 +32,24 @@ LANES: tuple[Lane, ...] = (
 # make demo-sweep: a seed a lane. Its table joins the report once it has been run.
 SWEEP = "demo_controls"
 SWEEP_LANES: tuple[Lane, ...] = (((SWEEP, "seed=0"),), ((SWEEP, "seed=1"),))
+# make smollm2: a lane a model, each evaluating its own kept checkpoints after its training.
+TUNING = "demo_smollm2"
+TUNING_LANES: tuple[Lane, ...] = tuple(
+    (
+        (
+            TUNING,
+            "experiment="
+            + ",".join(f"demo/smollm2/{model}{at}" for at in ("_at_0", "", "_at_120")),
+        ),
+    )
+    for model in ("mha", "moh_75")
+)
+# What a run of the demo is: its lanes, and what is said of their time on two cores.
+KINDS = {
+    "demo": (LANES, "about 20 minutes"),
+    "sweep": (SWEEP_LANES, "about ten minutes"),
+    "smollm2": (TUNING_LANES, "under an hour"),
+}
 
 
 def run(*arguments: str) -> bool:
@@ -47,33 +65,43 @@ def run_lane(lane: Lane, overrides: Sequence[str], failed: list[str]) -> None:
 
 
 def recorded(table: str) -> bool:
-    """True if a control of a sweep, which no other table has, was run."""
+    """True if a row that no table of ``make demo`` has was run."""
     records = load_records(ROOT / "results")
-    rows = load_table(table, ROOT / "experiments").spec.rows
-    return any(records.of(row.experiment) for row in rows if row.control)
+    rows, others = (
+        {
+            row.experiment
+            for name in names
+            for row in load_table(name, ROOT / "experiments").spec.rows
+        }
+        for names in ((table,), TABLES)
+    )
+    return any(records.of(experiment) for experiment in rows - others if experiment)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--report-only", action="store_true", help="render what is recorded")
-    parser.add_argument("--sweep", action="store_true", help="run the controls instead")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--sweep", dest="kind", action="store_const", const="sweep", help="run the controls instead"
+    )
+    kinds.add_argument(
+        "--smollm2", dest="kind", action="store_const", const="smollm2", help="tune SmolLM2 instead"
+    )
+    parser.set_defaults(kind="demo")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     options = parser.parse_args()
     begun = time.monotonic()
     failed: list[str] = []
     if not options.report_only:
         mirror = ROOT / "runs" / "benchmarks"
-        needed = not options.sweep and not mirror.is_dir()
+        needed = options.kind != "sweep" and not mirror.is_dir()
         if needed and not run("scripts/make_benchmark_mirror.py", str(mirror)):
             return 1
         # Two live bars would write over each other: the runs print a line now and then.
         os.environ["MOH_PLAIN_PROGRESS"] = "1"
-        minutes = "ten" if options.sweep else "20"
-        print(
-            f"Two lanes of runs, a line each half minute; about {minutes} minutes on two cores.",
-            flush=True,
-        )
-        lanes = SWEEP_LANES if options.sweep else LANES
+        lanes, minutes = KINDS[options.kind]
+        print(f"Two lanes of runs, a line each half minute; {minutes} on two cores.", flush=True)
         if (os.cpu_count() or 1) == 1:
             lanes = (tuple(chain.from_iterable(lanes)),)
         with ThreadPoolExecutor(len(lanes)) as pool:
@@ -81,7 +109,7 @@ def main() -> int:
                 pool.submit(run_lane, lane, options.overrides, failed)
         took = (time.monotonic() - begun) / 60
         print(f"All runs: {took:.1f} minutes.\n", flush=True)
-    tables = [*TABLES, SWEEP] if recorded(SWEEP) else TABLES
+    tables = [*TABLES, *(table for table in (SWEEP, TUNING) if recorded(table))]
     rendered = run("scripts/render.py", *tables, "--figures", "--report", "results/demo.html")
     if failed:
         names = ", ".join(dict.fromkeys(failed))

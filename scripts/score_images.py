@@ -78,6 +78,8 @@ def measure(arguments: argparse.Namespace) -> None:
     Raises:
         RunError: a set that cannot be read; ValueError, FileNotFoundError: no such weights.
     """
+    if absent := [str(p) for p in (arguments.generated, arguments.reference) if not p.exists()]:
+        raise RunError(f"{' and '.join(absent)} do{'es' * (len(absent) == 1)} not exist")
     reference = open_reference(arguments.reference, arguments.features)
     generated = open_set(arguments.generated)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -123,7 +123,15 @@ def test_the_command_of_a_table_runs_its_rows_and_seeds(name):
     table = definition(name)
     assert not table.spec.command
     params = OmegaConf.load(CONF / "table" / f"{name}.yaml").hydra.sweeper.params
-    assert re.split(r",\s*", params.experiment.strip()) == table.experiments
+    run = re.split(r",\s*", params.experiment.strip())
+    order = {name: place for place, name in enumerate(run)}
+    # As in the table, but for evaluations of kept checkpoints: these wait for their training.
+    assert sorted(run) == sorted(table.experiments)
+    for experiment in run:
+        source = composed(experiment).weights_of
+        assert source not in order or order[source] < order[experiment]
+    trained = [name for name in table.experiments if composed(name).weights_of is None]
+    assert [name for name in run if composed(name).weights_of is None] == trained
     assert str(params.seed) == ",".join(map(str, range(table.spec.seeds)))
 
 

@@ -61,14 +61,15 @@ def wait_for(condition, process, seconds: float = 60) -> bool:
     ],
 )
 def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(family, tmp_path):
-    whole, killed = tiny(family, tmp_path / "a", *LONG), tiny(family, tmp_path / "b", *LONG)
+    longer = ("trainer.samples=384", *LONG[1:])
+    whole, killed = tiny(family, tmp_path / "a", *longer), tiny(family, tmp_path / "b", *longer)
     begun = time.monotonic()
     run(whole)
     duration = time.monotonic() - begun
     folder, instants = folder_of(killed) / "checkpoints", random.Random(family)
     kills = {"at any time": 0, "while writing": 0}
-    for _ in range(8):
-        process = start(family, tmp_path / "b")
+    for _ in range(12):
+        process = start(family, tmp_path / "b", longer)
         if kills["while writing"] < 4:
             # A checkpoint is being written as long as its folder has the name of an unfinished one.
             kind, seen = "while writing", set(folder.glob(".*.tmp"))
@@ -76,15 +77,15 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(family, tmp_pa
             time.sleep(instants.uniform(0, 0.01))
         else:
             kind, alive = "at any time", wait_for((folder_of(killed) / "run.json").is_file, process)
-            time.sleep(instants.uniform(0, duration / 2))
+            time.sleep(instants.uniform(0, duration / 8))
         process.kill()
         process.join()
         kills[kind] += alive and process.exitcode == -signal.SIGKILL
-    process = start(family, tmp_path / "b")
+    process = start(family, tmp_path / "b", longer)
     process.join()
     assert process.exitcode == 0
     assert kills["while writing"] >= 4
-    assert sum(kills.values()) >= 5, kills
+    assert sum(kills.values()) >= 10, kills
     first, second = weights(whole), weights(killed)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)

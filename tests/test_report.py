@@ -11,12 +11,14 @@ from synthetic_records import (
     CLASSES,
     DEMO_TABLES,
     head_load,
+    metric,
     top1,
     write_demo,
     write_run,
 )
 
 from moh.reporting.cli import main
+from moh.reporting.progress_figure import progress_figure
 from moh.reporting.records import load_records
 from moh.reporting.report import build_report
 from moh.reporting.results import collect
@@ -201,3 +203,37 @@ def test_the_written_table_is_markdown_with_its_protocol(demo_results: Path) -> 
     assert "Limit 100 items." in text
     assert "1,234,567" in text
     assert "LogiQA" not in text  # optional, and no run has it
+
+
+def test_scores_along_training_are_a_panel_a_metric_and_a_line_a_model(tmp_path: Path) -> None:
+    definition = load_table("demo_smollm2")
+    assert progress_figure(definition, collect(definition, load_records(tmp_path))) is None
+    for index, row in enumerate(definition.spec.rows):
+        accuracy = metric(40.0 + index, "%", stderr=4.9)
+        scores = {"bits_per_byte": metric(0.9 - 0.01 * index, "bits/byte", higher=False)}
+        status = "evaluated" if row.experiment.endswith("_at_0") else "finished"
+        scores |= {"piqa/acc_norm": accuracy}
+        write_run(tmp_path, row.experiment, metrics=scores, status=status)
+    figure = progress_figure(definition, collect(definition, load_records(tmp_path)))
+    assert figure is not None
+    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    assert [axes.get_title(loc="left").split(" (")[0] for axes in panels] == [
+        "Held-out text",
+        "PIQA",
+    ]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panels[0].get_lines()}
+    assert [x for x, _ in lines["MHA"]] == [0, 61.44, 122.88]
+    assert [y for _, y in lines["MoH-75"]] == pytest.approx([0.89, 0.87, 0.85])
+    assert main(["demo_smollm2", "--no-write", "--figures", "--results-dir", str(tmp_path)]) == 0
+    assert (tmp_path / "figures" / "demo_smollm2.png").stat().st_size > 5_000
+
+
+def test_the_papers_curve_is_drawn_beside_ours(tmp_path: Path) -> None:
+    definition = load_table("llama3_curve")
+    scores = {"mmlu/acc": metric(60.0, "%", stderr=0.4)}
+    write_run(tmp_path, "llm/llama3_curve/at_10b", metrics=scores, protocol="paper")
+    figure = progress_figure(definition, collect(definition, load_records(tmp_path)))
+    assert figure is not None
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}
+    assert lines["paper"] == [[0, 63.0], [2, 64.8], [29, 64.9]]
+    assert [10.0, 60.0] in lines["MoH-LLaMA3-8B"]

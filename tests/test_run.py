@@ -166,6 +166,37 @@ def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkey
     assert not (folder_of(config) / "metrics.json").exists()
 
 
+def test_an_outcome_that_is_read_late_stops_the_run_before_anything_is_saved(tmp_path, monkeypatch):
+    """As on a GPU, where the host looks at an update while the next one is computed."""
+    start = Trainer.__init__
+
+    def late(self, *args):
+        start(self, *args)
+        self.reads_late = True
+
+    monkeypatch.setattr(Trainer, "__init__", late)
+    settings = ("trainer.log_every=8", "trainer.samples=128", "mode=train")
+    config = tiny("vit", tmp_path / "a", *settings, "trainer.checkpoint_every=32")
+    loss, seen = Classification.loss, []
+
+    def poisoned(self, model, batch, random):
+        value, count = loss(self, model, batch, random)
+        seen.append(count)
+        return (value * float("nan") if len(seen) == 4 else value), count
+
+    monkeypatch.setattr(Classification, "loss", poisoned)
+    with pytest.raises(RunError, match=r"not finite at step 3 \(sample 48\); last good.*0032"):
+        run(config)
+    assert checkpoint.newest(folder_of(config) / "checkpoints").name == "0000000000032"
+    monkeypatch.setattr(Classification, "loss", loss)
+    monkeypatch.setattr(Trainer, "__init__", start)
+    run(config)
+    plain = tiny("vit", tmp_path / "b", *settings)
+    run(plain)
+    first, second = weights(config), weights(plain)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
 def test_a_second_run_in_one_folder_refuses(tmp_path):
     config = tiny("vit", tmp_path)
     folder = folder_of(config)

@@ -11,12 +11,13 @@ import torch
 
 import moh
 from moh.cli import ROOT
+from moh.config import HeadsConfig
 from moh.heads.thresholds import Shape, kind_of_work
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import benchmark
-from benchmarks import models, report, suite
+from benchmarks import models, overheads, report, suite
 from benchmarks.attention import attention_contenders, layer_contenders
 from benchmarks.calibrate import steps
 from benchmarks.reference import replace_attention
@@ -211,6 +212,37 @@ def test_the_page_says_what_was_measured(tmp_path):
     assert "| 1.25× | 1.60× |" in page
     assert "vit/moh_s_75, training step" in page
     assert (tmp_path / "speedup.png").stat().st_size > 10_000
+
+
+def test_the_training_loop_is_timed_beside_a_bare_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(overheads, "STEPS", 1)
+    monkeypatch.setattr(overheads, "SETTINGS", ("trainer.global_batch=4",))
+    found = overheads.measure_overheads("demo/dit/moh_75", "cpu", 0.0, 3)
+    assert found["rounds"] == 3
+    assert min(found["loop_over_bare"], found["moh_over_mha"]) > 0.1
+    assert 0 < found["data_share"] < 1
+    environment = {"cpu": "A CPU", "threads": 2, "gpu": None, "python": "3.11", "torch": "2.14.1"}
+    environment |= {"commit": "0123456789", "dirty": True}
+    found |= {"loop_over_bare": 1.0214, "quartiles_loop_over_bare": [1.0, 1.05]}
+    data = {"environment": environment, "measurements": [found]}
+    (tmp_path / "overheads.json").write_text(json.dumps(data))
+    page = report.render(tmp_path).read_text()
+    assert page.startswith("# Speed on A CPU, 2 threads\n")
+    assert "commit 0123456 with changes" in page
+    assert "| 1.021 ± 0.025 |" in page
+
+
+def test_the_bare_loop_trains_the_same_model_to_the_same_weights(monkeypatch, tmp_path):
+    """What is compared with the loop must be the same training."""
+    monkeypatch.setattr(overheads, "STEPS", 3)
+    config, task = overheads.prepared("demo/dit/moh_75", "cpu", tmp_path, "trainer.global_batch=4")
+    config.heads = HeadsConfig()
+    loops = [loop(config, task, "cpu", tmp_path) for loop in (overheads.loop, overheads.bare_loop)]
+    for loop in loops:
+        loop()
+    ours, bare = (dict(loop.model.named_parameters()) for loop in loops)
+    for name, weight in ours.items():
+        torch.testing.assert_close(bare[name], weight, rtol=1e-5, atol=1e-7)
 
 
 def test_the_command_prints_one_object(monkeypatch, capsys):

@@ -38,24 +38,26 @@ def shared_cache() -> Path:
 
 def tiny(family: str, folder: Path, *more: str) -> DictConfig:
     """A run of four updates of 16 samples."""
+    return compose_config(tiny_command(family, folder, *more))
+
+
+def tiny_command(family: str, folder: Path, *more: str) -> list[str]:
+    """What a user types for :func:`tiny`, behind ``python -m moh``."""
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     if not (folder / "runs" / "cache").exists():
         (folder / "runs" / "cache").symlink_to(shared_cache())
-    config = compose_config(
-        [
-            *TINY[family],
-            "trainer.samples=64",
-            "trainer.global_batch=16",
-            "trainer.log_every=1",
-            "optim.warmup_samples=16",
-            f"runs_dir={folder}/runs",
-            f"results_dir={folder}/results",
-            "logger.progress=false",
-            "logger.wandb=disabled",
-            *more,
-        ]
-    )
-    return config
+    return [
+        *TINY[family],
+        "trainer.samples=64",
+        "trainer.global_batch=16",
+        "trainer.log_every=1",
+        "optim.warmup_samples=16",
+        f"runs_dir={folder}/runs",
+        f"results_dir={folder}/results",
+        "logger.progress=false",
+        "logger.wandb=disabled",
+        *more,
+    ]
 
 
 def folder_of(config: DictConfig) -> Path:

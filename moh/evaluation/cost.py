@@ -92,13 +92,18 @@ def describe_model(
 
 
 def training_flops(config: Config) -> float:
+    """:func:`flops_of_sample` of a run."""
+    seq_len = config.data.seq_len if isinstance(config.data, TextConfig) else None
+    return flops_of_sample(describe_model(config.model, config.heads, seq_len), seq_len)
+
+
+def flops_of_sample(model: Description, seq_len: int | None = None) -> float:
     """Floating-point operations of one training sample: forward and backward pass, all heads.
 
     Two for each multiply-accumulate; the backward pass is twice the forward pass. What activation
     checkpointing recomputes does not count.
     """
-    seq_len = config.data.seq_len if isinstance(config.data, TextConfig) else None
-    return 6 * describe_model(config.model, config.heads, seq_len).dense_macs * (seq_len or 1)
+    return 6 * model.dense_macs * (seq_len or 1)
 
 
 def example_inputs(

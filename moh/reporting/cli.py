@@ -11,6 +11,7 @@ from rich.console import Console
 
 from moh.reporting.figures import samples_figure
 from moh.reporting.overview import overview, standings, write_overview
+from moh.reporting.progress_figure import progress_figure
 from moh.reporting.records import Records, load_records
 from moh.reporting.render import RENDERERS, to_markdown
 from moh.reporting.report import build_report, sample_grids
@@ -120,7 +121,7 @@ def write_figures(
 
     Returns:
         The files written: ``<protocol>_sweep.png`` and ``<protocol>_samples.png``, and
-        ``<table>.png`` for a table that is a sweep by itself.
+        ``<table>.png`` for a table that is a sweep by itself or shows scores along training.
     """
     written = []
     for definition in definitions:
@@ -129,11 +130,14 @@ def write_figures(
         drawn = {}
         if "sweep" in spec.figures:
             drawn["sweep"] = sweep_figure(definition, results)
+        if "progress" in spec.figures:
+            drawn["progress"] = progress_figure(definition, results)
         if "samples" in spec.figures and (grids := sample_grids(definition, results)):
             drawn["samples"] = samples_figure(definition, grids)
         for kind, figure in drawn.items():
             if figure is not None:
-                name = definition.name if spec.sweep is not None else f"{spec.protocol}_{kind}"
+                own = spec.sweep is not None or kind == "progress"
+                name = definition.name if own else f"{spec.protocol}_{kind}"
                 path = folder / f"{name}.png"
                 save_png(figure, path)
                 written.append(path)

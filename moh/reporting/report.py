@@ -11,6 +11,7 @@ from moh.reporting.comparison import find_gap, gap_cell, score_cell, title_of
 from moh.reporting.figures import training_figure
 from moh.reporting.head_figures import load_by_axis, load_by_group, load_by_layer
 from moh.reporting.overview import overview, standings
+from moh.reporting.progress_figure import progress_figure
 from moh.reporting.provenance_view import Provenance, provenance
 from moh.reporting.records import Record, Records, load_records
 from moh.reporting.render import environment, to_html, to_latex
@@ -146,6 +147,7 @@ def _section(
     table = build_table(definition, records)
     makers = {
         "sweep": _sweep,
+        "progress": _progress,
         "training_curves": _training,
         "head_load": _head_load,
         "samples": _samples,
@@ -206,6 +208,20 @@ def _sweep(definition: TableDefinition, results: dict[str, RowResult]) -> Figure
         "Score against activated ratio",
         caption,
         () if figure is None else (Image(svg_uri(figure), "Curve: score by activated ratio"),),
+    )
+
+
+def _progress(definition: TableDefinition, results: dict[str, RowResult]) -> FigureBlock:
+    figure = progress_figure(definition, results)
+    caption = (
+        "Each score along training. Bars are standard errors over the evaluated items, where the "
+        "benchmark states them."
+    )
+    return FigureBlock(
+        "wide",
+        "Scores along training",
+        caption,
+        () if figure is None else (Image(svg_uri(figure), "Curves: scores along training"),),
     )
 
 

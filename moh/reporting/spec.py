@@ -17,7 +17,7 @@ from moh.reporting.sweep_rows import SweepSpec, sweep_rows
 
 EXPERIMENTS_DIR = Path(__file__).resolve().parents[2] / "experiments"
 DIRECTIONS = {"higher": 1, "lower": -1, "neither": 0, "none": 0}
-FIGURES = ("sweep", "training_curves", "head_load", "head_similarity", "samples")
+FIGURES = ("sweep", "progress", "training_curves", "head_load", "head_similarity", "samples")
 LAYOUTS = ("wide", "stacked")
 FAMILIES = ("ViT", "DiT", "LLM")  # in the paper's order
 
@@ -36,6 +36,8 @@ class RowSpec:
     blocked: str | None = None  # why it cannot be run
     alone: bool = False  # run by its own command, not with the table; so are published weights
     needs: list[str] = field(default_factory=list)  # overrides that are no change of protocol here
+    at: float | None = None  # how far it is trained, for the progress figure
+    curve: str = ""  # its line in that figure
     control: str = ""  # in a sweep: which control it is, empty for the models themselves
     tolerance: dict[str, float] = field(default_factory=dict)  # instead of the columns' own
 
@@ -89,12 +91,13 @@ class TableSpec:
     family: str = MISSING
     seeds: int = 1  # wanted for each row
     loss_label: str = "training loss"
+    progress_label: str = "samples"  # what the rows' `at` counts
     group_label: str = "class"  # what the groups of the head load are
     rows: list[RowSpec] = field(default_factory=list)
     sweep: SweepSpec | None = None  # further rows, made from a baseline
     columns: list[ColumnSpec] = MISSING
     references: list[ReferenceSpec] = field(default_factory=list)
-    figures: list[str] = field(default_factory=list)  # sweep | training_curves | head_load | ...
+    figures: list[str] = field(default_factory=list)  # sweep | progress | training_curves | ...
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,8 @@ def _check(name: str, spec: TableSpec) -> None:
             raise ValueError(
                 f"{where}: row {row.id} is compared with {row.versus}, not one of {ids}"
             )
+        if "progress" in spec.figures and (row.at is None or not row.curve):
+            raise ValueError(f"{where}: row {row.id} needs at and curve for the progress figure")
         if row.experiment is None and not row.blocked:
             raise ValueError(f"{where}: row {row.id} has no experiment and does not say why")
     for column in spec.columns:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moh.backbones.build import build_model
 from moh.config import Config, GenerationConfig, TextConfig
-from moh.evaluation.cost import describe_model, example_inputs, training_flops
+from moh.evaluation.cost import describe_model, example_inputs, flops_of_sample
 from moh.training.parallel import recompute_activations
 
 BYTES_FP32 = 4
@@ -64,7 +64,7 @@ def forecast(config: Config) -> Forecast:
     text = isinstance(config.data, TextConfig)
     seq_len = config.data.seq_len if text else None
     sizes = describe_model(config.model, config.heads, seq_len)
-    flops = training_flops(config) * trainer.samples
+    flops = flops_of_sample(sizes, seq_len) * trainer.samples
     copies = 4 + (trainer.ema_decay is not None)
     shards = processes if trainer.parallel == "fsdp" else 1
     return Forecast(

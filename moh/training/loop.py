@@ -29,6 +29,7 @@ from moh.reporting.wandb_logger import RunLogger
 from moh.tasks.base import Task
 from moh.training import checkpoint, parallel
 from moh.training.drop_path import draw_for_all_processes
+from moh.training.later import Later
 from moh.training.progress import RunProgress
 from moh.training.schedule import learning_rate
 from moh.training.signals import FROM_ANYBODY, FROM_SCHEDULER, StopRequest, stop_requests
@@ -98,6 +99,9 @@ class Trainer:
         half = trainer.precision == "fp16" and self.device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda") if half else None
         self.samples = 0
+        # On a GPU the host reads how an update went while the next one is computed.
+        self.reads_late = self.device.type == "cuda"
+        self._outcomes: list[tuple[int, Later]] = []
 
     def autocast(self) -> AbstractContextManager[object]:
         """The precision's autocast; none for fp32."""
@@ -133,8 +137,11 @@ class Trainer:
         while self.samples < total:
             step = self.samples // batch
             logged = step % self.config.trainer.log_every == 0 or self.samples + batch >= total
-            row, stopping = self._guarded_update(logged, bool(stop))
-            self.samples += batch
+            row = self._guarded_update(logged, bool(stop))
+            after = self.samples + batch
+            saved = after % every == 0 or after in wanted
+            stopping = self._outcome(late=self.reads_late and not (logged or saved))
+            self.samples = after
             if logged:
                 now = time.monotonic()
                 row |= self._speed((self.samples - since) / max(now - marked, 1e-9))
@@ -145,7 +152,8 @@ class Trainer:
                 self._show(row)
             else:
                 self.progress("training", self.samples, total, self._note)
-            if self.samples % every == 0 or self.samples in wanted or stopping:
+            if saved or stopping:
+                self._outcome(late=False)
                 self._save()
             if stopping and self.samples < total:
                 raise StoppedError(
@@ -180,7 +188,30 @@ class Trainer:
         self._note = f"{note}  {row['samples_per_second']:.0f}/s"
         self.progress("training", self.samples, self.config.trainer.samples, self._note)
 
-    def _guarded_update(self, logged: bool, stop: bool) -> tuple[dict[str, Any], bool]:
+    def _outcome(self, late: bool) -> bool:
+        """Read how the updates went that were not read yet; True if any process is to stop.
+
+        Args:
+            late: leave the newest one for the next call, while the device works on it.
+
+        Raises:
+            RunError: a loss or gradient that was not finite.
+        """
+        stopping = False
+        while len(self._outcomes) > late:
+            samples, outcome = self._outcomes.pop(0)
+            finite, asked = outcome.read()
+            if not finite:
+                kept = checkpoint.newest(self.folder / "checkpoints")
+                good = f"last good checkpoint: {kept}" if kept else "no checkpoint was written yet"
+                raise RunError(
+                    f"{self.config.name}: loss or gradient is not finite at step "
+                    f"{samples // self.config.trainer.global_batch} (sample {samples}); {good}"
+                )
+            stopping |= bool(asked)
+        return stopping
+
+    def _guarded_update(self, logged: bool, stop: bool) -> dict[str, Any]:
         try:
             return self._update(logged, stop)
         except torch.OutOfMemoryError:
@@ -190,15 +221,15 @@ class Trainer:
                 f"{self.device_batch}; try trainer.device_batch={smaller}"
             ) from None
 
-    def _update(self, logged: bool, stop: bool) -> tuple[dict[str, Any], bool]:
-        """One optimiser step over the global batch.
+    def _update(self, logged: bool, stop: bool) -> dict[str, Any]:
+        """One optimiser step over the global batch, and where the device is a GPU no wait for it.
 
         Args:
             logged: whether the row will be written.
             stop: whether this process was asked to stop.
 
         Returns:
-            The row of the curves, and whether any process was asked to stop.
+            The row of the curves; little more than the number of samples where it is not logged.
         """
         config, trainer = self.config, self.config.trainer
         # Dropout and DropPath draw from the global stream: seeded anew for each update, so that
@@ -236,7 +267,8 @@ class Trainer:
                 loss = loss * self.processes if self.processes > 1 else loss
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
         distribution.sum_over_processes(sums)
-        norm = self._step(sums[0] + sums[1])
+        norm, finite = self._step(sums[0] + sums[1])
+        self._outcomes.append((self.samples, Later(torch.stack((finite.to(sums.dtype), sums[2])))))
         row: dict[str, Any] = {"samples": self.samples + trainer.global_batch}
         if logged:
             task_loss, balance, _ = sums.tolist()
@@ -244,9 +276,9 @@ class Trainer:
             row["balance_loss"] = balance if aux is not None else None
             row["loss"] = task_loss + config.heads.balance_coef * balance
             row["lr"] = rate
-            row["grad_norm"] = norm
+            row["grad_norm"] = float(norm)
             row.update(load)
-        return row, bool(sums[2])
+        return row
 
     def _set_draws(self, offset: int) -> None:
         """What the random control draws belongs to the samples, however they are split."""
@@ -259,24 +291,30 @@ class Trainer:
         own = distribution.rank() * self.device_batch
         for start in range(own, self.config.trainer.global_batch, self.micro_batch):
             batch = self.task.batch(self.samples + start, self.device_batch)
-            yield start, {key: value.to(self.device) for key, value in batch.items()}
+            yield start, {key: self._moved(value) for key, value in batch.items()}
 
-    def _step(self, loss: Tensor) -> float:
-        """Clip, check, step, average. Returns the gradient norm before clipping."""
+    def _moved(self, values: Tensor) -> Tensor:
+        """On the run's device; from pinned memory, which no host has to wait for."""
+        if self.device.type != "cuda" or values.is_cuda:
+            return values.to(self.device)
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def _step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip, check, step, average.
+
+        Weights that are not finite are never saved: the outcome is read before.
+
+        Returns:
+            The gradient norm before clipping, and whether loss and norm are finite; a scaler
+            skips updates with infinite gradients, so that its norm does not count.
+        """
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         limit = self.config.optim.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        finite = bool(torch.isfinite(loss)) and (self.scaler is not None or bool(norm.isfinite()))
-        if not finite:
-            kept = checkpoint.newest(self.folder / "checkpoints")
-            raise RunError(
-                f"{self.config.name}: loss or gradient is not finite at step "
-                f"{self.samples // self.config.trainer.global_batch} (sample {self.samples}); "
-                f"{f'last good checkpoint: {kept}' if kept else 'no checkpoint was written yet'}"
-            )
+        finite = loss.isfinite() if self.scaler else loss.isfinite() & norm.isfinite()
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -284,7 +322,7 @@ class Trainer:
             self.optimizer.step()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
-        return float(norm)
+        return norm, finite
 
     def _resume(self) -> None:
         path = checkpoint.newest(self.folder / "checkpoints")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from types import TracebackType
@@ -43,7 +44,7 @@ class RunProgress:
         self.live = enabled and console.is_terminal and "MOH_PLAIN_PROGRESS" not in os.environ
         self._phase: str | None = None
         self._task: int | None = None
-        self._last = time.monotonic()
+        self._last = -math.inf  # the first line at once: something is happening
         self._progress = Progress(
             TextColumn("[bold]{task.fields[label]}[/]"),
             TextColumn("{task.description:<10}"),
@@ -75,7 +76,8 @@ class RunProgress:
         if not self.enabled:
             return
         if phase != self._phase:
-            self._last = time.monotonic()
+            if self._phase is not None:
+                self._last = time.monotonic()
             if self._task is not None:
                 self._progress.remove_task(self._task)  # type: ignore[arg-type]
             self._phase = phase

@@ -1,4 +1,4 @@
-"""Page and figure of one machine's measurements, made from its ``benchmark.json``."""
+"""Page and figure of one machine's measurements, made from its records."""
 
 from __future__ import annotations
 
@@ -39,32 +39,78 @@ SECTIONS = {
 
 
 def render(folder: Path) -> Path:
-    """Write ``README.md`` and ``speedup.png`` beside the records; returns the page's path."""
-    found = json.loads((folder / "benchmark.json").read_text())
-    where, records = found["environment"], found["measurements"]
-    save_png(figure(records), folder / "speedup.png")
+    """Write ``README.md`` and ``speedup.png`` from the records beside them; the page's path."""
+    lines: list[str] = []
+    for name, part in (("benchmark", _speed), ("overheads", _overheads)):
+        path = folder / f"{name}.json"
+        if path.is_file():
+            found = json.loads(path.read_text())
+            lines = lines or list(_head(found["environment"]))
+            lines += part(found["environment"], found["measurements"])
+    if (folder / "benchmark.json").is_file():
+        save_png(figure(found_in(folder)), folder / "speedup.png")
     page = folder / "README.md"
-    write_text(page, "\n".join(_page(where, records)) + "\n")
+    write_text(page, "\n".join(lines) + "\n")
     return page
 
 
-def _page(where: Record, records: Sequence[Record]) -> Iterator[str]:
+def found_in(folder: Path) -> list[Record]:
+    """The measurements of ``make benchmark``."""
+    records: list[Record] = json.loads((folder / "benchmark.json").read_text())["measurements"]
+    return records
+
+
+def _head(where: Record) -> Iterator[str]:
     machine = where["gpu"] or f"{where['cpu']}, {where['threads']} threads"
     yield f"# Speed on {machine}"
-    yield ""
-    yield (
-        f"PyTorch {where['torch']}, Python {where['python']}, commit {str(where['commit'])[:7]}"
-        f"{' with changes' if where['dirty'] else ''}. Written by `make benchmark`."
+
+
+def _measured_by(where: Record, command: str) -> str:
+    return (
+        f"PyTorch {where['torch']}, Python {where['python']}, {where['threads']} threads, commit "
+        f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}. "
+        f"Written by `{command}`."
     )
-    yield ""
+
+
+def _overheads(where: Record, records: Sequence[Record]) -> Iterator[str]:
+    yield from ("", "## The training loop", "")
+    yield (
+        "A training step of the demo's models at their settings, in turns in one process. *Bare* "
+        "is what anybody would write for the same MHA model and data: batch, loss, backward, "
+        "clipping, AdamW, averaged weights. The loop adds seeds, the finite check, curves and "
+        "progress. Ratios are medians of each round's, ± half the distance of the quartiles."
+    )
+    yield from ("", _measured_by(where, "scripts/benchmark.py overheads"), "")
+    yield "| experiment | bare ms | loop ms | loop over bare | MoH over MHA | data in a step |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for record in records:
+        low, high = record["quartiles_data_share"]
+        cells = (
+            record["experiment"],
+            _time(record["bare_ms"]),
+            _time(record["mha_ms"]),
+            _within(record, "loop_over_bare"),
+            _within(record, "moh_over_mha"),
+            f"{100 * record['data_share']:.2f} ± {50 * (high - low):.2f} %",
+        )
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _within(record: Record, name: str) -> str:
+    low, high = record[f"quartiles_{name}"]
+    return f"{record[name]:.3f} ± {(high - low) / 2:.3f}"
+
+
+def _speed(where: Record, records: Sequence[Record]) -> Iterator[str]:
+    yield from ("", _measured_by(where, "make benchmark"), "")
     yield (
         "All ways to compute a shape were timed in one process, in turns. Times are medians in "
         "ms; ratios are medians of each round's ratio to MHA, below 1 is faster. *Limit* is the "
         "least ratio possible: multiply-accumulates of the active heads over those of all. "
         "*Auto* is what `execution=auto` took. Skewed: routed head i is selected as 1/i."
     )
-    yield ""
-    yield "![Speed-up over MHA against sequence length](speedup.png)"
+    yield from ("", "![Speed-up over MHA against sequence length](speedup.png)")
     paper = paper_speedups()
     for section, (title, text) in SECTIONS.items():
         rows = [record for record in records if record["section"] == section]

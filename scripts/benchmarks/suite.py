@@ -13,12 +13,14 @@ import torch
 
 from benchmarks.measure import environment, measure
 from benchmarks.models import ModelShape
+from benchmarks.overheads import EXPERIMENTS, measure_overheads
 from benchmarks.report import render
 from benchmarks.shape import AttentionShape
 from moh.runner import write_json
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "benchmarks"
 SECONDS, ROUNDS = 6.0, 40
+OVERHEAD_SECONDS = 60.0
 SHARED_SHARE = 0.5
 
 Measurement = tuple[str, str, AttentionShape | ModelShape]
@@ -73,12 +75,37 @@ def measurements(device: str) -> Iterator[Measurement]:
             yield "model", "train" if train else "model", shape
 
 
-def run(device: str) -> None:
-    """Measure everything and write records, page and figure to ``results/benchmarks/``."""
+def folder_here() -> Path:
+    """Where this machine's measurements go."""
     where = environment()
     machine = where["gpu"] or f"{where['cpu']} {where['threads']} threads"
     folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_overheads(device: str) -> None:
+    """Measure the training loop and write it to ``results/benchmarks/``."""
+    folder, records = folder_here(), []
+    for experiment in EXPERIMENTS:
+        records.append(measure_overheads(experiment, device, OVERHEAD_SECONDS, ROUNDS))
+        print(f"{experiment}: {overhead_line(records[-1])}", file=sys.stderr, flush=True)
+    found = {"environment": environment(), "measurements": records}
+    write_json(folder / "overheads.json", found)
+    print(render(folder))
+
+
+def overhead_line(record: dict[str, Any]) -> str:
+    """A measurement of the loop in one line."""
+    return (
+        f"{record['mha_ms']:.1f} ms a step, {record['loop_over_bare']:.3f} of a bare loop; MoH "
+        f"{record['moh_over_mha']:.3f} of MHA; data {100 * record['data_share']:.1f} %"
+    )
+
+
+def run(device: str) -> None:
+    """Measure everything and write records, page and figure to ``results/benchmarks/``."""
+    where, folder = environment(), folder_here()
     todo, records = list(measurements(device)), []
     for number, (section, what, shape) in enumerate(todo, start=1):
         record: dict[str, Any] = {"section": section}
