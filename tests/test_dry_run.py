@@ -101,3 +101,9 @@ def test_the_printed_row_is_the_model_itself(name):
     printed = console.file.getvalue()
     for text in (name, f"{facts.parameters:,}", f"{found.updates:,}", f"{found.samples:,}"):
         assert text in printed
+
+
+def test_a_folder_of_weights_is_not_read(tmp_path):
+    config = validate(composed("llm/moh_llama3_8b_75"), paths=False)
+    config.model.pretrained = str(tmp_path)
+    assert forecast(config).parameters == facts_of("llm/moh_llama3_8b_75").parameters

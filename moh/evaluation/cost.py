@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh.backbones.build import build_model
+from moh.backbones.build import build_model, without_pretrained
 from moh.backbones.convert import attention_layers, converted_layers, head_plan, head_shapes
 from moh.config import (
     Config,
@@ -66,6 +66,7 @@ def describe_model(
     Raises:
         ValueError: a model or plan that cannot be built.
     """
+    model = without_pretrained(model)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         built = build_model(model, heads)
         plain = build_model(model, HeadsConfig())

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from moh.backbones.build import build_model
+from moh.backbones.build import build_model, without_pretrained
 from moh.config import Config, GenerationConfig, TextConfig
 from moh.evaluation.cost import describe_model, example_inputs, flops_of_sample
 from moh.training.parallel import recompute_activations
@@ -87,7 +87,7 @@ def forecast(config: Config) -> Forecast:
 def _kept_bytes(config: Config, seq_len: int | None) -> float:
     """Bytes that autograd keeps between the passes for one sample."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = build_model(config.model, config.heads).train()
+        model = build_model(without_pretrained(config.model), config.heads).train()
         inputs, options = example_inputs(config.model, seq_len)
     if config.trainer.activation_checkpointing:
         recompute_activations(model)
@@ -120,12 +120,12 @@ def show(forecasts: list[Forecast], config: Config, console: Console) -> None:
             f"{100 * row.activated_ratio:.1f} %",
             f"{row.updates:,}",
             f"{row.samples:,}",
-            "" if row.tokens is None else f"{row.tokens / 1e9:.1f} G",
+            "" if row.tokens is None else _tokens(row.tokens),
             f"{row.flops:.2e}",
             f"{row.state_gib:.1f} GiB",
             f"{row.activations_gib:.1f} GiB",
             f"{row.device_batch} x {row.processes} x {row.accumulation}",
-            f"{row.gpu_hours:,.0f}",
+            f"{row.gpu_hours:,.0f}" if row.gpu_hours >= 10 else f"{row.gpu_hours:.2g}",
         )
     console.width = max(console.width, 160)
     console.print(table)
@@ -138,6 +138,10 @@ def show(forecasts: list[Forecast], config: Config, console: Console) -> None:
         + (" and without the image encoder" if isinstance(config.task, GenerationConfig) else ""),
         style="dim",
     )
+
+
+def _tokens(count: int) -> str:
+    return f"{count / 1e9:.1f} G" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
 def _averages(config: Config) -> str:
