@@ -38,8 +38,7 @@ TUNING_LANES: tuple[Lane, ...] = tuple(
     (
         (
             TUNING,
-            "experiment="
-            + ",".join(f"demo/smollm2/{model}{at}" for at in ("_at_0", "", "_at_80")),
+            "experiment=" + ",".join(f"demo/smollm2/{model}{at}" for at in ("_at_0", "", "_at_80")),
         ),
     )
     for model in ("mha", "moh_75")

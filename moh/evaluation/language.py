@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ def bits_per_byte(
     seq_len: int,
     stride: int | None = None,
     batch_size: int = 8,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> float:
     """Bits that a model needs for each byte of a text.
 
@@ -36,6 +38,7 @@ def bits_per_byte(
         seq_len: tokens.
         stride: tokens; default half of ``seq_len``.
         batch_size: windows computed together.
+        progress: called with the windows that are done and all of them.
 
     Raises:
         ValueError: a stride that would leave tokens out, or fewer than two tokens.
@@ -57,6 +60,7 @@ def bits_per_byte(
     nats = 0.0
     try:
         for first in range(0, len(starts), batch_size):
+            progress(first, len(starts))
             chunk = starts[first : first + batch_size]
             windows = np.stack([tokens[start : start + seq_len] for start in chunk])
             ids_BN = torch.from_numpy(windows.astype(np.int64)).to(device)

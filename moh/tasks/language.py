@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,8 @@ class Language(Task):
         watched = load.watch(model) if evaluation.head_load else nullcontext()
         with watched, self._draws(model):
             if self.data is not None:
-                progress("validation", 0, 1)
                 load.group = 0
-                metrics |= self._bits_per_byte(model, self.data)
+                metrics |= self._bits_per_byte(model, self.data, progress)
             results = evaluate_benchmarks(
                 model,
                 self.tokenizer,
@@ -180,7 +180,9 @@ class Language(Task):
             parameter.data = parameter.data.to(dtype)
         return model
 
-    def _bits_per_byte(self, model: nn.Module, data: TextSet | ShardedText) -> dict[str, Metric]:
+    def _bits_per_byte(
+        self, model: nn.Module, data: TextSet | ShardedText, progress: Progress
+    ) -> dict[str, Metric]:
         seq_len = self.config.data.seq_len
         n = len(data.validation) - 1
         protocol = (
@@ -193,6 +195,7 @@ class Language(Task):
             data.validation_bytes,
             seq_len,
             batch_size=self.config.eval.batch,
+            progress=partial(progress, "validation"),
         )
         unigram = bits_per_byte_of_counts(
             data.token_counts(self.config.model.vocab_size),
