@@ -32,6 +32,7 @@ from moh.evaluation.scores import scores
 from moh.reporting.grid import ROWS, save_class_grid
 from moh.tasks.base import Evaluation, Look, Metric, Progress, Task, device_of
 from moh.tasks.diffusion import GaussianDiffusion
+from moh.training.later import sent
 
 SHOWN = 10  # classes in the picture of samples
 
@@ -88,10 +89,10 @@ class Generation(Task):
         if isinstance(self.data, EncodedFolder):
             batch["images"] = self.data.encode(batch)
         images, labels = batch["images"], batch["labels"]
-        t_B = random.integers(self.diffusion.num_steps).to(images.device)
-        noise = random.normal(*images.shape[1:]).to(images.device)
+        t_B = sent(random.integers(self.diffusion.num_steps), images.device)
+        noise = sent(random.normal(*images.shape[1:]), images.device)
         # Once a sample, for the whole model: dropped labels become the null class.
-        dropped_B = random.uniform().to(images.device) < self.config.task.label_dropout
+        dropped_B = sent(random.uniform(), images.device) < self.config.task.label_dropout
         labels_B = torch.where(dropped_B, self.num_classes, labels)
         losses = self.diffusion.training_losses(model, images, t_B, labels_B, noise)
         return losses.loss.sum(), len(images)

@@ -1,4 +1,4 @@
-"""Numbers of a device that the host reads when they are there, not when they are asked for."""
+"""Between host and device, with neither waiting for the other."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ class Later:
             self._event.synchronize()
         numbers: list[float] = self._values.tolist()
         return numbers
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on a device; a GPU takes them from pinned memory when it comes to them."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

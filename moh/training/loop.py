@@ -29,7 +29,7 @@ from moh.reporting.wandb_logger import RunLogger
 from moh.tasks.base import Task
 from moh.training import checkpoint, parallel
 from moh.training.drop_path import draw_for_all_processes
-from moh.training.later import Later
+from moh.training.later import Later, sent
 from moh.training.progress import RunProgress
 from moh.training.schedule import learning_rate
 from moh.training.signals import FROM_ANYBODY, FROM_SCHEDULER, StopRequest, stop_requests
@@ -291,13 +291,7 @@ class Trainer:
         own = distribution.rank() * self.device_batch
         for start in range(own, self.config.trainer.global_batch, self.micro_batch):
             batch = self.task.batch(self.samples + start, self.device_batch)
-            yield start, {key: self._moved(value) for key, value in batch.items()}
-
-    def _moved(self, values: Tensor) -> Tensor:
-        """On the run's device; from pinned memory, which no host has to wait for."""
-        if self.device.type != "cuda" or values.is_cuda:
-            return values.to(self.device)
-        return values.pin_memory().to(self.device, non_blocking=True)
+            yield start, {key: sent(value, self.device) for key, value in batch.items()}
 
     def _step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clip, check, step, average.
