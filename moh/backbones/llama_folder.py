@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,12 @@ def load_llama(folder: str | Path, dtype: torch.dtype = torch.float32) -> nn.Mod
     """
     from safetensors import SafetensorError
     from transformers import LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from moh.backbones.llama import MoHLlamaConfig, MoHLlamaForCausalLM
+
+    if not sys.stderr.isatty():  # a bar in a log file is a line of garbage
+        disable_progress_bar()
 
     config = read_config(folder)
     cls = MoHLlamaForCausalLM if isinstance(config, MoHLlamaConfig) else LlamaForCausalLM

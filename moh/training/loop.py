@@ -185,7 +185,8 @@ class Trainer:
         note = f"loss {row['task_loss']:.3f}"
         if row["balance_loss"] is not None:
             note += f"  balance {row['balance_loss']:.2f}"
-        self._note = f"{note}  {row['samples_per_second']:.0f}/s"
+        rate = row["samples_per_second"]
+        self._note = f"{note}  {rate:.0f}/s" if rate >= 10 else f"{note}  {rate:.2g}/s"
         self.progress("training", self.samples, self.config.trainer.samples, self._note)
 
     def _outcome(self, late: bool) -> bool:
