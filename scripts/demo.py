@@ -46,7 +46,7 @@ TUNING_LANES: tuple[Lane, ...] = tuple(
 # What a run of the demo is: its lanes, and what is said of their time on two cores.
 KINDS = {
     "demo": (LANES, "about 20 minutes"),
-    "sweep": (SWEEP_LANES, "about ten minutes"),
+    "sweep": (SWEEP_LANES, "about seven minutes"),
     "smollm2": (TUNING_LANES, "under an hour"),
 }
 
