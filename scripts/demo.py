@@ -47,7 +47,7 @@ TUNING_LANES: tuple[Lane, ...] = tuple(
 KINDS = {
     "demo": (LANES, "about 20 minutes"),
     "sweep": (SWEEP_LANES, "about seven minutes"),
-    "smollm2": (TUNING_LANES, "under an hour"),
+    "smollm2": (TUNING_LANES, "about 50 minutes"),
 }
 
 
