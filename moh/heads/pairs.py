@@ -17,6 +17,7 @@ class Block:
         rows: of the list, one behind the other.
         index_BHC, valid_BHC: for a rectangle, the row at each place (any row at the places left
             over), and which places hold a row of their own.
+        keep_R, head_R: for a rectangle, the place of each row, head after head, and its head.
     """
 
     def __init__(
@@ -27,7 +28,16 @@ class Block:
         self.rows = slice(start, start + sum(flat))
         self.index_BHC: Tensor | None = None
         self.valid_BHC: Tensor | None = None
+        self.keep_R: Tensor | None = None
+        self.head_R: Tensor | None = None
         if len(flat) > 1:
+            count_G = torch.tensor(flat)
+            offset_R = torch.arange(sum(flat)) - (count_G.cumsum(0) - count_G).repeat_interleave(
+                count_G
+            )
+            group_R = torch.arange(len(flat)).repeat_interleave(count_G)
+            self.keep_R = group_R * max(flat) + offset_R
+            self.head_R = heads.start + group_R // len(counts[0])
             ends = torch.tensor(list(accumulate(flat, initial=start)))
             ends_HB = ends.view(-1)[1:].view(len(counts), -1)
             start_HB = ends.view(-1)[:-1].view(len(counts), -1)
@@ -127,20 +137,45 @@ class Pairs:
         if block.index_BHC is None:
             column = x_THK[:, first + block.head]
             return column.index_select(0, self._place_R[block.rows])[None, None]
+        lines, by_token, by_head = _lines(x_THK)
         head_H1 = torch.arange(block.heads.start, block.heads.stop).unsqueeze(1)
-        return x_THK[self._place_R[block.index_BHC], first + head_H1]
+        index_BHC = self._place_R[block.index_BHC] * by_token + (first + head_H1) * by_head
+        taken = lines.index_select(0, index_BHC.flatten())
+        return taken.view(*index_BHC.shape, *x_THK.shape[2:])
 
     def put(self, x_THK: Tensor, block: Block, values: Tensor) -> None:
-        """Overwrite a block's rows; inverse of :meth:`take`."""
+        """Overwrite a block's rows, of a contiguous tensor; inverse of :meth:`take`."""
         first = x_THK.shape[1] - self.shape[2]
-        if block.index_BHC is None or block.valid_BHC is None:
+        if block.keep_R is None or block.head_R is None:
             column = x_THK[:, first + block.head]
             column.index_copy_(0, self._place_R[block.rows], values[0, 0])
             return
-        head_H1 = torch.arange(block.heads.start, block.heads.stop).unsqueeze(1)
-        head_BHC = (first + head_H1).expand_as(block.index_BHC)
-        place = self._place_R[block.index_BHC[block.valid_BHC]]
-        x_THK[place, head_BHC[block.valid_BHC]] = values[block.valid_BHC]
+        lines, by_token, by_head = _lines(x_THK)
+        place_R = self._place_R[block.rows] * by_token + (first + block.head_R) * by_head
+        rows = values.transpose(0, 1).reshape(-1, *x_THK.shape[2:])
+        lines.index_copy_(0, place_R, rows.index_select(0, block.keep_R))
+
+
+def _lines(x_THK: Tensor) -> tuple[Tensor, int, int]:
+    """A tensor's memory as lines of K numbers, without a copy where it lies so.
+
+    One index a line moves memory in one piece; one for tokens and one for heads does not.
+
+    Args:
+        x_THK: (T, heads, K) or (T, heads).
+
+    Returns:
+        (lines, K) or (lines,), and the lines from a token, and from a head, to the next.
+    """
+    size = x_THK.shape[2:]
+    width = size[0] if size else 1
+    flat = (x_THK.stride()[2:] in ((), (1,))) and not any(s % width for s in x_THK.stride()[:2])
+    if not flat:
+        x_THK = x_THK.contiguous()
+    by_token, by_head = x_THK.stride(0) // width, x_THK.stride(1) // width
+    count = (x_THK.shape[0] - 1) * by_token + (x_THK.shape[1] - 1) * by_head + 1
+    lines = x_THK.as_strided((count, *size), (width, 1) if size else (1,))
+    return lines, by_token, by_head
 
 
 class KeyHeads:

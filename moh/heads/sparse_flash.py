@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moh.heads.pairs import Block, Gradients, KeyHeads, Pairs, accumulator
 
-PIECE = 192  # queries of a head that causal or masked attention takes at a time
+PIECE = 256  # queries of a head that causal or masked attention takes at a time
 CHUNK = 384  # keys that the causal backward pass takes at a time
-CALL = 4e6  # operations that one thread does in the time that a call costs beside its work
+CALL = 2e7  # operations that one thread does in the time that a call costs beside its work
 # Below this many keys, what a second thread saves on few queries is lost in starting it.
 KEYS_WORTH_SPLITTING = 1024
 
@@ -196,9 +196,12 @@ def differentiate(
 
 def _causal_mask(token_C: Tensor, keys: slice, dtype: torch.dtype) -> Tensor:
     """Additive mask (rows, keys) of queries at these positions."""
-    key = torch.arange(keys.start, keys.stop, device=token_C.device)
-    mask = torch.zeros((token_C.shape[0], key.shape[0]), dtype=dtype)
-    return mask.masked_fill_(key > token_C.unsqueeze(1), -math.inf)
+    width = keys.stop - keys.start
+    # The row of a query is a window on one line: to the end of what it sees, then nothing.
+    line = torch.zeros(2 * width, dtype=dtype)
+    line[width:] = -math.inf
+    seen_C = (token_C + (1 - keys.start)).clamp_(0, width)
+    return line.unfold(0, width, 1).index_select(0, width - seen_C)
 
 
 def _causal_forward(
