@@ -276,3 +276,21 @@ def test_heads_need_torch_alone():
     code = f"import sys, moh.heads; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("num_shared", [1, 3])
+def test_gates_without_gradients_are_those_with_them(num_shared):
+    """Wide routers take a shorter way where no gradient is wanted."""
+    torch.manual_seed(0)
+    plan = LayerPlan(num_heads=8, head_dim=64, num_shared=num_shared, top_k=2)
+    router = build_router(512, plan, RouterOptions(), normal_init)
+    x, mask = torch.randn(2, 50, 512), torch.rand(2, 50) > 0.3
+    trained, counted = router(x, None, mask), router.statistics
+    with torch.no_grad():
+        inferred = router(x, None, mask)
+    torch.testing.assert_close(inferred.gates_BNH, trained.gates_BNH, rtol=1e-6, atol=1e-6)
+    assert torch.equal(inferred.selected_BNE, trained.selected_BNE)
+    assert torch.equal(inferred.probs_BNE, trained.probs_BNE)
+    for ours, theirs in zip(router.statistics, counted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not inferred.gates_BNH.requires_grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -94,19 +94,31 @@ class Router(nn.Module):
 
     ``statistics`` holds the last forward pass and nothing else: each forward overwrites it, so a
     forward repeated by activation checkpointing or accumulation cannot count twice. It is None
-    in a layer without routed heads.
+    in a layer without routed heads. Of a forward without gradients it is summed when it is read.
     """
 
     def __init__(self, plan: LayerPlan, options: RouterOptions) -> None:
         super().__init__()
         self.plan = plan
         self.options = options
-        self.statistics: RoutingStatistics | None = None
+        self._statistics: RoutingStatistics | None = None
+        self._unsummed: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.draws: Tensor | None = None  # keys of the next tokens; set_draws
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without statistics: these belong to a graph."""
-        return {**self.__dict__, "statistics": None, "draws": None}
+        return {**self.__dict__, "_statistics": None, "_unsummed": None, "draws": None}
+
+    @property
+    def statistics(self) -> RoutingStatistics | None:
+        """Sums over the tokens of the last forward pass; None before it."""
+        if self._unsummed is not None:
+            self._statistics, self._unsummed = _sums(*self._unsummed), None
+        return self._statistics
+
+    @statistics.setter
+    def statistics(self, value: RoutingStatistics | None) -> None:
+        self._statistics, self._unsummed = value, None
 
     def select(self, scores_BNE: Tensor) -> Tensor:
         """Choose ``top_k`` routed heads for each token.
@@ -134,19 +146,12 @@ class Router(nn.Module):
         """Overwrite ``statistics``; tokens where ``mask_BN`` is false do not count.
 
         Args:
-            selected_BNE: 1 for an active head and 0 for another, float32.
+            selected_BNE: true or 1 for an active head.
         """
-        if mask_BN is None:
-            # Filled where it is needed: a tensor made of a Python number is copied there, and the
-            # device waited for.
-            num_tokens = probs_BNE.new_full((), probs_BNE.shape[:-1].numel())
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self.statistics = _sums(probs_BNE, selected_BNE, mask_BN)
         else:
-            weight_BN1 = mask_BN.to(probs_BNE.dtype).unsqueeze(-1)
-            probs_BNE, selected_BNE = probs_BNE * weight_BN1, selected_BNE * weight_BN1
-            num_tokens = weight_BN1.sum()
-        self.statistics = RoutingStatistics(
-            probs_BNE.sum(dim=(0, 1)), selected_BNE.sum(dim=(0, 1)), num_tokens
-        )
+            self._statistics, self._unsummed = None, (probs_BNE, selected_BNE, mask_BN)
 
     def balance_loss(self) -> Tensor:
         """Balance loss of this layer in the last forward pass, a float32 scalar."""
@@ -159,6 +164,19 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         plan = self.plan
         return f"{plan.num_shared} shared + top {plan.top_k} of {plan.num_routed}, {self.options}"
+
+
+def _sums(probs_BNE: Tensor, selected_BNE: Tensor, mask_BN: Tensor | None) -> RoutingStatistics:
+    selected_BNE = selected_BNE.to(probs_BNE.dtype)
+    if mask_BN is None:
+        # Filled where it is needed: a tensor made of a Python number is copied there, and the
+        # device waited for.
+        num_tokens = probs_BNE.new_full((), probs_BNE.shape[:-1].numel())
+    else:
+        weight_BN1 = mask_BN.to(probs_BNE.dtype).unsqueeze(-1)
+        probs_BNE, selected_BNE = probs_BNE * weight_BN1, selected_BNE * weight_BN1
+        num_tokens = weight_BN1.sum()
+    return RoutingStatistics(probs_BNE.sum(dim=(0, 1)), selected_BNE.sum(dim=(0, 1)), num_tokens)
 
 
 class TwoStageRouter(Router):
@@ -204,6 +222,8 @@ class TwoStageRouter(Router):
             name: layer.weight.float() for name, layer in layers.items() if layer is not None
         }
         logits = dict(zip(weights, _linear(x_BND, list(weights.values())), strict=True))
+        if self._is_usual and x_BND.shape[-1] >= WIDE and not torch.is_grad_enabled():
+            return self._infer(logits, mask_BN)
         gates: list[Tensor] = []
         if plan.num_shared:
             gates.append(_shared_gates(x_BND, logits.get("shared")))
@@ -228,6 +248,37 @@ class TwoStageRouter(Router):
                 stage_BN2 = 2 * stage_BN2
             gates = [gate * stage_BN2[..., i : i + 1] for i, gate in enumerate(gates)]
         return Routing(torch.cat(gates, dim=-1), selected_BNE, probs_BNE)
+
+    @property
+    def _is_usual(self) -> bool:
+        """True for the released models' own options, with shared and routed heads."""
+        options = self.options
+        learned = options.selection == "learned" and options.gate_scale == "released"
+        return learned and self.stage is not None
+
+    def _infer(self, logits: Mapping[str, Tensor], mask_BN: Tensor | None) -> Routing:
+        """The same gates in half the operations: at a few hundred tokens their number is the cost.
+
+        No gradient can pass, since gates are written in place.
+        """
+        plan = self.plan
+        probs_BNE = logits["routed"].softmax(dim=-1)
+        top_BNk, index_BNk = probs_BNE.topk(plan.top_k, dim=-1)
+        selected_BNE = torch.zeros_like(probs_BNE, dtype=torch.bool)
+        selected_BNE.scatter_(-1, index_BNk, True)
+        shared_BN1, routed_BN1 = logits["stage"].softmax(dim=-1).split(1, dim=-1)
+        gates_BNH = probs_BNE.new_zeros((*probs_BNE.shape[:-1], plan.num_heads))
+        gates_BNS, gates_BNE = gates_BNH.split([plan.num_shared, plan.num_routed], dim=-1)
+        shared_BN1 = shared_BN1 * (2 * plan.num_shared)
+        if "shared" in logits:
+            torch.mul(logits["shared"].softmax(dim=-1), shared_BN1, out=gates_BNS)
+        else:
+            gates_BNS.copy_(shared_BN1)
+        # The largest probability is at least 1 / E: no sum is near zero.
+        factor_BN1 = routed_BN1 * (2 * plan.top_k) / top_BNk.sum(dim=-1, keepdim=True)
+        gates_BNE.scatter_(-1, index_BNk, top_BNk * factor_BN1)
+        self.record(probs_BNE, selected_BNE, mask_BN)
+        return Routing(gates_BNH, selected_BNE, probs_BNE)
 
 
 def _linear(x_BND: Tensor, weights: list[Tensor]) -> Sequence[Tensor]:
