@@ -261,12 +261,11 @@ def test_nothing_of_tokens_by_tokens_by_heads_is_built(backend, masked):
     mask = torch.ones(1, 1, N, N, dtype=torch.bool).tril() if masked == "mask" else None
     y, lse = torch.zeros(B, N, E, K), torch.zeros(B, N, E)
     with LargestTensor() as largest:
-        pairs = Pairs(selected)
         if backend == "flash":
-            sparse_flash.forward(q, keys, pairs, mask, causal, 0.5, y, lse)
-            sparse_flash.backward(grad, y, lse, q, keys, pairs, mask, causal, 0.5)
+            sparse_flash.forward(q, keys, selected, mask, causal, 0.5, y, lse)
+            sparse_flash.backward(grad, y, lse, q, keys, selected, mask, causal, 0.5)
         else:
-            none = sparse_math.Dropout(0.0, 0)
+            pairs, none = Pairs(selected), sparse_math.Dropout(0.0, 0)
             sparse_math.forward(q, keys, pairs, mask, causal, 0.5, none, y)
             sparse_math.backward(grad, q, keys, pairs, mask, causal, 0.5, none, False)
     assert N * K <= largest.elements < N * N

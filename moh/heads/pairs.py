@@ -137,7 +137,7 @@ class Pairs:
         if block.index_BHC is None:
             column = x_THK[:, first + block.head]
             return column.index_select(0, self._place_R[block.rows])[None, None]
-        lines, by_token, by_head = _lines(x_THK)
+        lines, (by_token, by_head) = memory_lines(x_THK, 2)
         head_H1 = torch.arange(block.heads.start, block.heads.stop).unsqueeze(1)
         index_BHC = self._place_R[block.index_BHC] * by_token + (first + head_H1) * by_head
         taken = lines.index_select(0, index_BHC.flatten())
@@ -150,32 +150,30 @@ class Pairs:
             column = x_THK[:, first + block.head]
             column.index_copy_(0, self._place_R[block.rows], values[0, 0])
             return
-        lines, by_token, by_head = _lines(x_THK)
+        lines, (by_token, by_head) = memory_lines(x_THK, 2)
         place_R = self._place_R[block.rows] * by_token + (first + block.head_R) * by_head
         rows = values.transpose(0, 1).reshape(-1, *x_THK.shape[2:])
         lines.index_copy_(0, place_R, rows.index_select(0, block.keep_R))
 
 
-def _lines(x_THK: Tensor) -> tuple[Tensor, int, int]:
-    """A tensor's memory as lines of K numbers, without a copy where it lies so.
+def memory_lines(x: Tensor, dims: int) -> tuple[Tensor, list[int]]:
+    """A tensor's memory as lines of its last dimension, without a copy where it lies so.
 
-    One index a line moves memory in one piece; one for tokens and one for heads does not.
+    One index a line moves memory in one piece; an index for each dimension does not.
 
     Args:
-        x_THK: (T, heads, K) or (T, heads).
+        x: with one dimension more than ``dims``, the line, or as many: a line of one number.
 
     Returns:
-        (lines, K) or (lines,), and the lines from a token, and from a head, to the next.
+        (lines, K) or (lines,), and for each of the dimensions the lines from one entry to the next.
     """
-    size = x_THK.shape[2:]
+    size = x.shape[dims:]
     width = size[0] if size else 1
-    flat = (x_THK.stride()[2:] in ((), (1,))) and not any(s % width for s in x_THK.stride()[:2])
-    if not flat:
-        x_THK = x_THK.contiguous()
-    by_token, by_head = x_THK.stride(0) // width, x_THK.stride(1) // width
-    count = (x_THK.shape[0] - 1) * by_token + (x_THK.shape[1] - 1) * by_head + 1
-    lines = x_THK.as_strided((count, *size), (width, 1) if size else (1,))
-    return lines, by_token, by_head
+    if x.stride()[dims:] not in ((), (1,)) or any(step % width for step in x.stride()[:dims]):
+        x = x.contiguous()
+    steps = [step // width for step in x.stride()[:dims]]
+    last = sum((n - 1) * step for n, step in zip(x.shape[:dims], steps, strict=True))
+    return x.as_strided((last + 1, *size), (width, 1) if size else (1,)), steps
 
 
 class KeyHeads:

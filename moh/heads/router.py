@@ -263,7 +263,7 @@ class TwoStageRouter(Router):
         """
         plan = self.plan
         probs_BNE = logits["routed"].softmax(dim=-1)
-        top_BNk, index_BNk = probs_BNE.topk(plan.top_k, dim=-1)
+        top_BNk, index_BNk = logits["routed"].topk(plan.top_k, dim=-1)
         selected_BNE = torch.zeros_like(probs_BNE, dtype=torch.bool)
         selected_BNE.scatter_(-1, index_BNk, True)
         shared_BN1, routed_BN1 = logits["stage"].softmax(dim=-1).split(1, dim=-1)
@@ -274,9 +274,9 @@ class TwoStageRouter(Router):
             torch.mul(logits["shared"].softmax(dim=-1), shared_BN1, out=gates_BNS)
         else:
             gates_BNS.copy_(shared_BN1)
-        # The largest probability is at least 1 / E: no sum is near zero.
-        factor_BN1 = routed_BN1 * (2 * plan.top_k) / top_BNk.sum(dim=-1, keepdim=True)
-        gates_BNE.scatter_(-1, index_BNk, top_BNk * factor_BN1)
+        # Probabilities over the sum of the selected ones: the softmax of these logits alone.
+        active_BNk = top_BNk.softmax(dim=-1) * (routed_BN1 * (2 * plan.top_k))
+        gates_BNE.scatter_(-1, index_BNk, active_BNk)
         self.record(probs_BNE, selected_BNE, mask_BN)
         return Routing(gates_BNH, selected_BNE, probs_BNE)
 

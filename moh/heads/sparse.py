@@ -8,6 +8,7 @@ tokens x tokens x heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -74,7 +75,7 @@ def sparse_attention(
             scale=scale,
             enable_gqa=keys[0].shape[1] != S,
         )
-    y_BNHK, _ = _active_heads(
+    y_BNHK, _ = _operator()(
         y_BSNK.transpose(1, 2),
         q_BENK.transpose(1, 2),
         keys[1],
@@ -142,8 +143,13 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-@torch.library.custom_op("moh::active_heads", mutates_args=())
-def _active_heads(
+def _operator() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator, or what it does, where there is no gradient and no graph to register for."""
+    graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return _active_heads if graph else _compute_active_heads
+
+
+def _compute_active_heads(
     y_BNSK: Tensor,
     q_BNEK: Tensor,
     k_BGMK: Tensor,
@@ -189,13 +195,19 @@ def _active_heads(
             lse_BNE,
         )
         return y_BNHK, lse_BNE
-    keys, pairs = KeyHeads(k_BGMK, v_BGMK, group, offset), Pairs(selected_BNE)
+    keys = KeyHeads(k_BGMK, v_BGMK, group, offset)
     if backend == "flash":
-        sparse_flash.forward(q_BNEK, keys, pairs, mask_BENM, is_causal, scale, y_BNHK, lse_BNE)
+        sparse_flash.forward(
+            q_BNEK, keys, selected_BNE, mask_BENM, is_causal, scale, y_BNHK, lse_BNE
+        )
         return y_BNHK, lse_BNE
+    pairs = Pairs(selected_BNE)
     dropout = sparse_math.Dropout(dropout_p, 0 if seed is None else int(seed))
     sparse_math.forward(q_BNEK, keys, pairs, mask_BENM, is_causal, scale, dropout, y_BNHK)
     return y_BNHK, q_BNEK.new_empty(0)
+
+
+_active_heads = torch.library.custom_op("moh::active_heads", mutates_args=())(_compute_active_heads)
 
 
 @torch.library.custom_op("moh::active_heads_backward", mutates_args=())
@@ -234,12 +246,13 @@ def _active_heads_backward(
             offset,
         )
         return *grads, q_BNEK.new_empty(0)
-    keys, pairs = KeyHeads(k_BGMK, v_BGMK, group, offset), Pairs(selected_BNE)
+    keys = KeyHeads(k_BGMK, v_BGMK, group, offset)
     if backend == "flash":
         grads = sparse_flash.backward(
-            grad_BNHK, y_BNHK, lse_BNE, q_BNEK, keys, pairs, mask_BENM, is_causal, scale
+            grad_BNHK, y_BNHK, lse_BNE, q_BNEK, keys, selected_BNE, mask_BENM, is_causal, scale
         )
         return *grads, q_BNEK.new_empty(0)
+    pairs = Pairs(selected_BNE)
     dropout = sparse_math.Dropout(dropout_p, 0 if seed is None else int(seed))
     return sparse_math.backward(
         grad_BNHK, q_BNEK, keys, pairs, mask_BENM, is_causal, scale, dropout, mask_gradient

@@ -1,6 +1,7 @@
 """Sparse execution on a CPU: PyTorch's fused kernel on gathered queries.
 
-Bidirectional, a head's queries take one call. Causal, they take pieces: the keys before a piece
+Bidirectional, all heads take one call where that leaves little over, else a call for each head or
+for a few. Causal, a head's queries take pieces: the keys before a piece
 need no mask, those within its span a small one; the two results are joined by their
 log-sum-exps. The causal backward pass goes by chunks of keys, each with the queries after and
 within it.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moh.heads.pairs import Block, Gradients, KeyHeads, Pairs, accumulator
+from moh.heads.slots import Slots
 
 PIECE = 256  # queries of a head that causal or masked attention takes at a time
 CHUNK = 384  # keys that the causal backward pass takes at a time
@@ -30,7 +32,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def forward(
     q_BNEK: Tensor,
     keys: KeyHeads,
-    pairs: Pairs,
+    selected_BNE: Tensor,
     mask_BENM: Tensor | None,
     is_causal: bool,
     scale: float,
@@ -40,9 +42,16 @@ def forward(
     """Write the selected rows of the outputs (the last E heads) and of the log-sum-exps.
 
     Args:
-        y_BNHK, lse_BNE: contiguous.
+        y_BNHK, lse_BNE: contiguous; zero.
     """
     whole = not is_causal and mask_BENM is None
+    slots = _slots(selected_BNE, keys, q_BNEK.dtype) if whole else None
+    if slots is not None:
+        y, lse = _forward(slots.take(q_BNEK), keys.k_BGMK, keys.v_BGMK, scale=scale)
+        slots.put(y_BNHK[:, :, -selected_BNE.shape[2] :], slots.mask(y))
+        slots.put(lse_BNE, lse)
+        return
+    pairs = Pairs(selected_BNE)
     reach = None if mask_BENM is None else Reach(pairs, mask_BENM)
     # Copies of what does not lie token by token, made once.
     q_TEK, y_THK, lse_TE = (x.flatten(0, 1) for x in (q_BNEK, y_BNHK, lse_BNE))
@@ -68,13 +77,17 @@ def backward(
     lse_BNE: Tensor,
     q_BNEK: Tensor,
     keys: KeyHeads,
-    pairs: Pairs,
+    selected_BNE: Tensor,
     mask_BENM: Tensor | None,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries (B, N, E, K), the keys and the values (B, G, M, K)."""
     whole = not is_causal and mask_BENM is None
+    slots = _slots(selected_BNE, keys, q_BNEK.dtype) if whole else None
+    if slots is not None:
+        return _backward_of_slots(slots, grad_BNHK, y_BNHK, lse_BNE, q_BNEK, keys, scale)
+    pairs = Pairs(selected_BNE)
     reach = None if mask_BENM is None else Reach(pairs, mask_BENM)
     sums = Gradients(q_BNEK, pairs, keys)
     tensors = [x.flatten(0, 1) for x in (grad_BNHK, q_BNEK, y_BNHK, lse_BNE)]
@@ -103,11 +116,49 @@ def backward(
     return sums.finish()
 
 
+def _backward_of_slots(
+    slots: Slots,
+    grad_BNHK: Tensor,
+    y_BNHK: Tensor,
+    lse_BNE: Tensor,
+    q_BNEK: Tensor,
+    keys: KeyHeads,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    E = q_BNEK.shape[2]
+    grad, y = slots.take(grad_BNHK[:, :, -E:]), slots.take(y_BNHK[:, :, -E:])
+    # With a gradient of zero a slot left over adds nothing to any other gradient.
+    dq, dk, dv = _backward(
+        slots.mask(grad),
+        slots.take(q_BNEK),
+        keys.k_BGMK,
+        keys.v_BGMK,
+        y,
+        slots.take(lse_BNE),
+        0.0,
+        False,
+        scale=scale,
+    )
+    dq_BNEK = q_BNEK.new_zeros(q_BNEK.shape)
+    slots.put(dq_BNEK, dq)
+    return dq_BNEK, dk, dv
+
+
+def _slots(selected_BNE: Tensor, keys: KeyHeads, dtype: torch.dtype) -> Slots | None:
+    if keys.group > 1:
+        return None
+    return Slots.fitting(selected_BNE, _spare(keys), dtype)
+
+
 def _rectangles(pairs: Pairs, keys: KeyHeads) -> Iterator[Block]:
     """Blocks that trade calls for places left over."""
+    return pairs.rectangles(_spare(keys), keys.group, keys.offset)
+
+
+def _spare(keys: KeyHeads) -> float:
+    """Rows whose attention takes as long as a call does beside its work."""
     work_of_row = 4 * keys.length * keys.k_BGMK.shape[-1]
-    spare = CALL * torch.get_num_threads() / work_of_row
-    return pairs.rectangles(spare, keys.group, keys.offset)
+    return CALL * torch.get_num_threads() / work_of_row
 
 
 def attend(

@@ -1,0 +1,72 @@
+"""Routed heads that take as many queries each, so that all are one call.
+
+Of a few hundred tokens, finding and moving the selected rows costs as much as their attention.
+Here both take a handful of operations: each head gets as many slots as the busiest one needs, and
+slots left over compute a query that did not select the head, to be multiplied by zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moh.heads.pairs import memory_lines
+
+
+class Slots:
+    """The same number of queries for each routed head of each sample, in order of position.
+
+    Args:
+        selected_BNE: whether each routed head is active.
+        capacity: C, slots of each head.
+        dtype: of ``selected_BEC``.
+
+    Attributes:
+        token_BEC: position of the query in each slot.
+        selected_BEC: 1 for a query that selected the head, 0 in a slot left over.
+    """
+
+    def __init__(self, selected_BNE: Tensor, capacity: int, dtype: torch.dtype) -> None:
+        flags_BEN = selected_BNE.transpose(1, 2).to(dtype)
+        flags_BEN, token_BEN = flags_BEN.sort(dim=-1, descending=True, stable=True)
+        self.selected_BEC = flags_BEN[..., :capacity]
+        self.token_BEC = token_BEN[..., :capacity]
+
+    @classmethod
+    def fitting(cls, selected_BNE: Tensor, spare: float, dtype: torch.dtype) -> Slots | None:
+        """Slots for these queries; None where too many would be left over, or nothing is gained.
+
+        Args:
+            spare: slots that may be left over for each head of each sample but the first.
+        """
+        counts_BE = selected_BNE.sum(dim=1)
+        capacity, heads = int(counts_BE.max()), counts_BE.numel()
+        if not capacity or heads == 1:
+            return None
+        left_over = heads * capacity - int(counts_BE.sum())
+        return cls(selected_BNE, capacity, dtype) if left_over <= (heads - 1) * spare else None
+
+    def take(self, x_BNEK: Tensor) -> Tensor:
+        """Copy the queries of all slots, (B, E, C, ...), of a tensor (B, N, E, ...)."""
+        lines, index_BEC = self._lines(x_BNEK)
+        taken = lines.index_select(0, index_BEC.flatten())
+        return taken.view(*index_BEC.shape, *x_BNEK.shape[3:])
+
+    def put(self, x_BNEK: Tensor, values: Tensor) -> None:
+        """Overwrite the rows of all slots, in memory that holds a row's numbers in a line."""
+        lines, index_BEC = self._lines(x_BNEK)
+        # As a kernel leaves them: query by query, then head by head.
+        values = values.transpose(1, 2).reshape(-1, *x_BNEK.shape[3:])
+        lines.index_copy_(0, index_BEC.transpose(1, 2).flatten(), values)
+
+    def mask(self, x_BECK: Tensor) -> Tensor:
+        """Zero slots left over, in place."""
+        return x_BECK.mul_(self.selected_BEC.unsqueeze(-1))
+
+    def _lines(self, x_BNEK: Tensor) -> tuple[Tensor, Tensor]:
+        lines, steps = memory_lines(x_BNEK, 3)
+        B, E, _ = self.token_BEC.shape
+        device = self.token_BEC.device
+        first_BE1 = torch.arange(0, B * steps[0], steps[0], device=device).view(B, 1, 1)
+        first_BE1 = first_BE1 + torch.arange(0, E * steps[2], steps[2], device=device).view(E, 1)
+        return lines, torch.add(first_BE1, self.token_BEC, alpha=steps[1])
