@@ -206,9 +206,9 @@ def steps(monkeypatch):
         "devices": {
             "cpu": {
                 "steps": {
-                    "bidirectional inference": [[0.25, 1000], [0.5, 100]],
-                    "causal training": [[0.5, 300]],
-                    "one query": [[0.5, 4000]],
+                    "bidirectional inference": [[0.25, 1000, 1], [0.5, 100, 1], [0.5, 50, 80]],
+                    "causal training": [[0.5, 300, 1]],
+                    "one query": [[0.5, 4000, 1]],
                 }
             }
         },
@@ -220,18 +220,19 @@ def steps(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "faster"),
     [
-        (Shape("cpu", 100, 100, 64, 0.5, False, False), True),
-        (Shape("cpu", 99, 99, 64, 0.5, False, False), False),
-        (Shape("cpu", 100, 100, 64, 0.4, False, False), False),
-        (Shape("cpu", 1000, 1000, 128, 0.25, False, False), True),
-        (Shape("cpu", 1000, 1000, 64, 0.2, False, False), False),
-        (Shape("cpu", 100, 100, 32, 0.5, False, False), False),
-        (Shape("cpu", 200, 200, 32, 0.5, False, False), True),
-        (Shape("cpu", 300, 300, 64, 0.5, True, True), True),
-        (Shape("cpu", 9000, 9000, 64, 0.5, True, False), False),
-        (Shape("cpu", 1, 5000, 64, 0.5, False, False), True),
-        (Shape("cpu", 1, 3000, 64, 0.5, True, True), False),
-        (Shape("cuda", 9000, 9000, 64, 0.5, False, False), False),
+        (Shape("cpu", 100, 100, 64, 8, 0.5, False, False), True),
+        (Shape("cpu", 99, 99, 64, 8, 0.5, False, False), False),
+        (Shape("cpu", 99, 99, 64, 80, 0.5, False, False), True),
+        (Shape("cpu", 100, 100, 64, 8, 0.4, False, False), False),
+        (Shape("cpu", 1000, 1000, 128, 8, 0.25, False, False), True),
+        (Shape("cpu", 1000, 1000, 64, 8, 0.2, False, False), False),
+        (Shape("cpu", 100, 100, 32, 8, 0.5, False, False), False),
+        (Shape("cpu", 200, 200, 32, 8, 0.5, False, False), True),
+        (Shape("cpu", 300, 300, 64, 8, 0.5, True, True), True),
+        (Shape("cpu", 9000, 9000, 64, 8, 0.5, True, False), False),
+        (Shape("cpu", 1, 5000, 64, 8, 0.5, False, False), True),
+        (Shape("cpu", 1, 3000, 64, 8, 0.5, True, True), False),
+        (Shape("cuda", 9000, 9000, 64, 8, 0.5, False, False), False),
     ],
 )
 def test_auto_goes_by_what_was_measured(shape, faster):
@@ -265,8 +266,10 @@ def test_the_thresholds_that_ship_are_whole():
         assert device["torch"]
         assert set(device["steps"]) <= kinds
         for steps in device["steps"].values():
-            assert all(0 < skipped < 1 and keys > 0 for skipped, keys in steps)
-            assert steps == sorted(steps, key=lambda step: (step[0], -step[1]))
+            assert all(0 < skipped < 1 and keys > 0 for skipped, keys, _ in steps)
+            for instances in {step[2] for step in steps}:
+                same = [step for step in steps if step[2] == instances]
+                assert same == sorted(same, key=lambda step: (step[0], -step[1]))
 
 
 @pytest.mark.parametrize("training", [False, True])

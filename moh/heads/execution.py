@@ -92,6 +92,7 @@ def execution_of(
         queries=q_BHNK.shape[2],
         keys=k_BGMK.shape[2],
         head_dim=q_BHNK.shape[3],
+        instances=q_BHNK.shape[0] * q_BHNK.shape[1],
         skipped=1 - plan.num_active / plan.num_heads,
         # A mask costs sparse execution as much as causality does, or less.
         causal=is_causal or attn_mask is not None,

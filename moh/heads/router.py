@@ -22,18 +22,38 @@ Execution = Literal["auto", "dense", "sparse"]
 WIDE = 256  # width of an input from which on a router's layers are computed as one
 
 
-class Routing(NamedTuple):
+class Routing:
     """What a router decided for each token.
 
-    Attributes:
+    Args:
         gates_BNH: weight of each head's output, float32; 0 for a head that is not active.
-        selected_BNE: whether each routed head is active.
-        probs_BNE: softmax over the routed heads, float32.
+        selected_BNE: whether each routed head is active; or how to find that when it is asked for.
+        probs_BNE: softmax over the routed heads, float32; likewise.
     """
 
-    gates_BNH: Tensor
-    selected_BNE: Tensor
-    probs_BNE: Tensor
+    def __init__(
+        self,
+        gates_BNH: Tensor,
+        selected_BNE: Tensor | Callable[[], Tensor],
+        probs_BNE: Tensor | Callable[[], Tensor],
+    ) -> None:
+        self.gates_BNH = gates_BNH
+        self._selected_BNE = selected_BNE
+        self._probs_BNE = probs_BNE
+
+    @property
+    def selected_BNE(self) -> Tensor:  # noqa: N802 (dimensions)
+        """Whether each routed head is active."""
+        if callable(self._selected_BNE):
+            self._selected_BNE = self._selected_BNE()
+        return self._selected_BNE
+
+    @property
+    def probs_BNE(self) -> Tensor:  # noqa: N802 (dimensions)
+        """Softmax over the routed heads, float32."""
+        if callable(self._probs_BNE):
+            self._probs_BNE = self._probs_BNE()
+        return self._probs_BNE
 
 
 class RoutingStatistics(NamedTuple):
@@ -102,7 +122,7 @@ class Router(nn.Module):
         self.plan = plan
         self.options = options
         self._statistics: RoutingStatistics | None = None
-        self._unsummed: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._unsummed: tuple[Routing, Tensor | None] | None = None
         self.draws: Tensor | None = None  # keys of the next tokens; set_draws
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,16 +162,17 @@ class Router(nn.Module):
             return torch.rand_like(scores_BNE)
         return draw(self.draws.to(scores_BNE.device), *scores_BNE.shape)
 
-    def record(self, probs_BNE: Tensor, selected_BNE: Tensor, mask_BN: Tensor | None) -> None:
+    def record(self, routing: Routing, mask_BN: Tensor | None) -> Routing:
         """Overwrite ``statistics``; tokens where ``mask_BN`` is false do not count.
 
-        Args:
-            selected_BNE: true or 1 for an active head.
+        Returns:
+            ``routing``.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            self.statistics = _sums(probs_BNE, selected_BNE, mask_BN)
+            self.statistics = _sums(routing, mask_BN)
         else:
-            self._statistics, self._unsummed = None, (probs_BNE, selected_BNE, mask_BN)
+            self._statistics, self._unsummed = None, (routing, mask_BN)
+        return routing
 
     def balance_loss(self) -> Tensor:
         """Balance loss of this layer in the last forward pass, a float32 scalar."""
@@ -166,8 +187,9 @@ class Router(nn.Module):
         return f"{plan.num_shared} shared + top {plan.top_k} of {plan.num_routed}, {self.options}"
 
 
-def _sums(probs_BNE: Tensor, selected_BNE: Tensor, mask_BN: Tensor | None) -> RoutingStatistics:
-    selected_BNE = selected_BNE.to(probs_BNE.dtype)
+def _sums(routing: Routing, mask_BN: Tensor | None) -> RoutingStatistics:
+    probs_BNE = routing.probs_BNE
+    selected_BNE = routing.selected_BNE.to(probs_BNE.dtype)
     if mask_BN is None:
         # Filled where it is needed: a tensor made of a Python number is copied there, and the
         # device waited for.
@@ -241,13 +263,12 @@ class TwoStageRouter(Router):
             floor = torch.finfo(total_BN1.dtype).eps
             routed_BNE = plan.top_k * routed_BNE / total_BN1.clamp_min(floor)
         gates.append(routed_BNE)
-        self.record(probs_BNE, active_BNE, mask_BN)
         if "stage" in logits:
             stage_BN2 = logits["stage"].softmax(dim=-1)
             if released:
                 stage_BN2 = 2 * stage_BN2
             gates = [gate * stage_BN2[..., i : i + 1] for i, gate in enumerate(gates)]
-        return Routing(torch.cat(gates, dim=-1), selected_BNE, probs_BNE)
+        return self.record(Routing(torch.cat(gates, dim=-1), selected_BNE, probs_BNE), mask_BN)
 
     @property
     def _is_usual(self) -> bool:
@@ -261,13 +282,10 @@ class TwoStageRouter(Router):
 
         No gradient can pass, since gates are written in place.
         """
-        plan = self.plan
-        probs_BNE = logits["routed"].softmax(dim=-1)
-        top_BNk, index_BNk = logits["routed"].topk(plan.top_k, dim=-1)
-        selected_BNE = torch.zeros_like(probs_BNE, dtype=torch.bool)
-        selected_BNE.scatter_(-1, index_BNk, True)
+        plan, logits_BNE = self.plan, logits["routed"]
+        top_BNk, index_BNk = logits_BNE.topk(plan.top_k, dim=-1)
         shared_BN1, routed_BN1 = logits["stage"].softmax(dim=-1).split(1, dim=-1)
-        gates_BNH = probs_BNE.new_zeros((*probs_BNE.shape[:-1], plan.num_heads))
+        gates_BNH = logits_BNE.new_zeros((*logits_BNE.shape[:-1], plan.num_heads))
         gates_BNS, gates_BNE = gates_BNH.split([plan.num_shared, plan.num_routed], dim=-1)
         shared_BN1 = shared_BN1 * (2 * plan.num_shared)
         if "shared" in logits:
@@ -277,8 +295,12 @@ class TwoStageRouter(Router):
         # Probabilities over the sum of the selected ones: the softmax of these logits alone.
         active_BNk = top_BNk.softmax(dim=-1) * (routed_BN1 * (2 * plan.top_k))
         gates_BNE.scatter_(-1, index_BNk, active_BNk)
-        self.record(probs_BNE, selected_BNE, mask_BN)
-        return Routing(gates_BNH, selected_BNE, probs_BNE)
+
+        def selected() -> Tensor:
+            return torch.zeros_like(logits_BNE, dtype=torch.bool).scatter_(-1, index_BNk, True)
+
+        routing = Routing(gates_BNH, selected, lambda: logits_BNE.softmax(dim=-1))
+        return self.record(routing, mask_BN)
 
 
 def _linear(x_BND: Tensor, weights: list[Tensor]) -> Sequence[Tensor]:
@@ -339,8 +361,8 @@ class QueryNormRouter(Router):
         routed_BNE = selected_BNE.to(probs_BNE.dtype)
         if self.options.straight_through:
             routed_BNE = routed_BNE * (1 + (probs_BNE - probs_BNE.detach()))
-        self.record(probs_BNE, selected_BNE.to(probs_BNE.dtype), mask_BN)
-        return Routing(torch.cat([shared_BNS, routed_BNE], dim=-1), selected_BNE, probs_BNE)
+        gates_BNH = torch.cat([shared_BNS, routed_BNE], dim=-1)
+        return self.record(Routing(gates_BNH, selected_BNE, probs_BNE), mask_BN)
 
 
 def _safe_std(x_BNE: Tensor) -> Tensor:

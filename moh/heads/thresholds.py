@@ -19,6 +19,7 @@ class Shape(NamedTuple):
         queries: N.
         keys: M.
         head_dim: K.
+        instances: heads of all samples, B * H.
         skipped: heads that are not active over all heads.
         causal: whether a query sees about half of the keys.
         training: whether a backward pass follows.
@@ -28,6 +29,7 @@ class Shape(NamedTuple):
     queries: int
     keys: int
     head_dim: int
+    instances: int
     skipped: float
     causal: bool
     training: bool
@@ -48,9 +50,10 @@ def kind_of_work(queries: int, causal: bool, training: bool) -> str:
 def sparse_is_faster(shape: Shape) -> bool:
     """True where sparse execution was measured to be faster than dense.
 
-    A step ``[skipped, keys]`` says that with this share of heads skipped, or more, sparse is
-    faster from this many keys on. Measured at head width 64: narrower heads leave less work to
-    skip for each row that is gathered, and need as many more keys.
+    A step ``[skipped, keys, instances]`` says that with this share of heads skipped, or more, and
+    this many heads of all samples, or more, sparse is faster from this many keys on. Measured at
+    head width 64: narrower heads leave less work to skip for each row that is gathered, and need
+    as many more keys.
     """
     steps = MEASURED["devices"].get(shape.device, {}).get("steps", {})
     kind = kind_of_work(shape.queries, shape.causal, shape.training)
@@ -58,6 +61,6 @@ def sparse_is_faster(shape: Shape) -> bool:
     size *= min(1.0, shape.head_dim / MEASURED["head_dim"])
     return any(
         # Half a head of 32 decides nothing; 0.25 must hold for 1 - 0.75.
-        shape.skipped >= skipped - 1e-9 and size >= keys
-        for skipped, keys in steps.get(kind, [])
+        shape.skipped >= skipped - 1e-9 and size >= keys and shape.instances >= instances
+        for skipped, keys, instances in steps.get(kind, [])
     )

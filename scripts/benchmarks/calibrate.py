@@ -19,6 +19,7 @@ from moh.runner import write_text
 
 PATH = Path(moh.heads.__file__).parent / "thresholds.json"
 HEADS, HEAD_DIM, SHARED_SHARE = 20, 64, 0.4
+BATCHES = (1, 8)
 SKIPPED = (0.1, 0.25, 0.5)
 TOKENS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 CACHED = (256, 1024, 4096, 8192, 16384, 32768)
@@ -26,7 +27,7 @@ CACHED = (256, 1024, 4096, 8192, 16384, 32768)
 MARGIN = 0.97
 # A gain this large twice in a row needs no longer sequences to be believed.
 CLEAR = 0.85
-SECONDS, ROUNDS = 4.0, 25
+SECONDS, ROUNDS = 3.0, 25
 
 
 def run(device: str) -> None:
@@ -34,21 +35,31 @@ def run(device: str) -> None:
     kinds = [(1, False, False)] + [
         (0, causal, training) for causal in (False, True) for training in (False, True)
     ]
-    ratios: dict[str, dict[str, dict[str, float]]] = {}
+    ratios: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for queries, causal, training in kinds:
         kind = kind_of_work(queries, causal, training)
         ratios[kind] = {}
-        for skipped in SKIPPED:
-            found = _ratios(device, bool(queries), causal, training, skipped)
-            ratios[kind][str(skipped)] = {str(size): value for size, value in found.items()}
+        for batch in BATCHES:
+            by_skipped = ratios[kind][str(batch)] = {}
+            for skipped in SKIPPED:
+                found = _ratios(device, batch, bool(queries), causal, training, skipped)
+                by_skipped[str(skipped)] = {str(size): value for size, value in found.items()}
     where = environment()
     measured = json.loads(PATH.read_text())
     measured["devices"][device] = {
         "machine": where["gpu"] or f"{where['cpu']}, {where['threads']} threads",
         "torch": where["torch"],
         "commit": where["commit"],
-        "shape": f"batch 1, {HEADS} heads of width {HEAD_DIM}, float32",
-        "steps": {kind: steps(found) for kind, found in ratios.items()},
+        "shape": f"{HEADS} heads of width {HEAD_DIM}, float32",
+        "steps": {
+            kind: [
+                [*step, int(batch) * HEADS]
+                for batch, found in by_batch.items()
+                for step in steps(found)
+            ]
+            for kind, by_batch in ratios.items()
+        },
+        # By batch, skipped share and keys.
         "sparse_over_dense": ratios,
     }
     write_text(PATH, json.dumps(measured, indent=1) + "\n")
@@ -73,7 +84,7 @@ def steps(ratios: dict[str, dict[str, float]]) -> list[list[float]]:
 
 
 def _ratios(
-    device: str, cached: bool, causal: bool, training: bool, skipped: float
+    device: str, batch: int, cached: bool, causal: bool, training: bool, skipped: float
 ) -> dict[int, float]:
     found: dict[int, float] = {}
     for size in CACHED if cached else TOKENS:
@@ -82,7 +93,7 @@ def _ratios(
             queries=1 if cached else size,
             heads=HEADS,
             head_dim=HEAD_DIM,
-            batch=1,
+            batch=batch,
             key_heads=HEADS,
             ratio=1 - skipped,
             shared_share=SHARED_SHARE,
@@ -98,7 +109,8 @@ def _ratios(
         found[size] = round(middle(ratio(times, "sparse", "dense"))[0], 3)
         kind = kind_of_work(shape.queries, causal, training)
         print(
-            f"{kind:24} {skipped:4.0%} skipped  {size:6} keys  sparse/dense {found[size]:.3f}",
+            f"{kind:24} batch {batch}  {skipped:4.0%} skipped  {size:6} keys  "
+            f"sparse/dense {found[size]:.3f}",
             file=sys.stderr,
             flush=True,
         )
