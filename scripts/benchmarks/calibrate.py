@@ -20,6 +20,7 @@ from moh.runner import write_text
 PATH = Path(moh.heads.__file__).parent / "thresholds.json"
 HEADS, HEAD_DIM, SHARED_SHARE = 20, 64, 0.4
 BATCHES = (1, 8)
+LONG = 1024  # keys from which on the batch makes no difference
 SKIPPED = (0.1, 0.25, 0.5)
 TOKENS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 CACHED = (256, 1024, 4096, 8192, 16384, 32768)
@@ -87,7 +88,10 @@ def _ratios(
     device: str, batch: int, cached: bool, causal: bool, training: bool, skipped: float
 ) -> dict[int, float]:
     found: dict[int, float] = {}
-    for size in CACHED if cached else TOKENS:
+    sizes = CACHED if cached else TOKENS
+    if batch > 1:  # what pays for one sample pays for several
+        sizes = tuple(size for size in sizes if size <= LONG)
+    for size in sizes:
         shape = AttentionShape(
             tokens=size,
             queries=1 if cached else size,
