@@ -286,7 +286,7 @@ def test_the_operator_keeps_its_contract_with_pytorch():
     ):
         torch.library.opcheck(
             torch.ops.moh.active_heads,
-            (shared, q, k, v, selected, mask, drawn, False, 0.3, p, 1, 0, backend),
+            (shared, q, k, v, selected, mask, drawn, False, 0.3, p, 1, 0, True, backend),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 

@@ -16,6 +16,8 @@ from moh.heads.pairs import memory_lines
 class Slots:
     """The same number of queries for each routed head of each sample, in order of position.
 
+    On a CPU.
+
     Args:
         selected_BNE: whether each routed head is active.
         capacity: C, slots of each head.
@@ -39,11 +41,11 @@ class Slots:
         Args:
             spare: slots that may be left over for each head of each sample but the first.
         """
-        counts_BE = selected_BNE.sum(dim=1)
-        capacity, heads = int(counts_BE.max()), counts_BE.numel()
+        counts = selected_BNE.sum(dim=1).flatten().tolist()
+        capacity, heads = max(counts), len(counts)
         if not capacity or heads == 1:
             return None
-        left_over = heads * capacity - int(counts_BE.sum())
+        left_over = heads * capacity - sum(counts)
         return cls(selected_BNE, capacity, dtype) if left_over <= (heads - 1) * spare else None
 
     def take(self, x_BNEK: Tensor) -> Tensor:
@@ -66,7 +68,5 @@ class Slots:
     def _lines(self, x_BNEK: Tensor) -> tuple[Tensor, Tensor]:
         lines, steps = memory_lines(x_BNEK, 3)
         B, E, _ = self.token_BEC.shape
-        device = self.token_BEC.device
-        first_BE1 = torch.arange(0, B * steps[0], steps[0], device=device).view(B, 1, 1)
-        first_BE1 = first_BE1 + torch.arange(0, E * steps[2], steps[2], device=device).view(E, 1)
-        return lines, torch.add(first_BE1, self.token_BEC, alpha=steps[1])
+        firsts = [[[b * steps[0] + e * steps[2]] for e in range(E)] for b in range(B)]
+        return lines, torch.add(torch.tensor(firsts), self.token_BEC, alpha=steps[1])

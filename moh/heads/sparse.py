@@ -8,7 +8,6 @@ tokens x tokens x heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -75,7 +74,9 @@ def sparse_attention(
             scale=scale,
             enable_gqa=keys[0].shape[1] != S,
         )
-    y_BNHK, _ = _operator()(
+    # Without a gradient and a graph there is nothing to register an operator for.
+    graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    y_BNHK, _ = (_active_heads if graph else _compute_active_heads)(
         y_BSNK.transpose(1, 2),
         q_BENK.transpose(1, 2),
         keys[1],
@@ -88,6 +89,7 @@ def sparse_attention(
         dropout_p,
         group,
         S % group,
+        graph,
         backend_for(q_BHNK, attn_mask, dropout_p),
     )
     return y_BNHK
@@ -143,12 +145,6 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _operator() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator, or what it does, where there is no gradient and no graph to register for."""
-    graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return _active_heads if graph else _compute_active_heads
-
-
 def _compute_active_heads(
     y_BNSK: Tensor,
     q_BNEK: Tensor,
@@ -162,6 +158,7 @@ def _compute_active_heads(
     dropout_p: float,
     group: int,
     offset: int,
+    saves_lse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Outputs of all heads (B, N, H, K), and log-sum-exps of the routed ones (or nothing).
@@ -173,13 +170,14 @@ def _compute_active_heads(
         seed: of the dropout; None without.
         group: heads in a row that share a key head.
         offset: place of the first routed head in its group.
+        saves_lse: whether a backward pass follows, which needs the log-sum-exps.
         backend: see :func:`backend_for`.
     """
     (B, N, E, K), S = q_BNEK.shape, y_BNSK.shape[2]
-    y_BNHK = q_BNEK.new_empty((B, N, S + E, K))
+    y_BNHK = q_BNEK.new_zeros((B, N, S + E, K))
     y_BNHK[:, :, :S] = y_BNSK
-    y_BNHK[:, :, S:] = 0
-    lse_BNE = q_BNEK.new_zeros((B, N, E), dtype=accumulator(q_BNEK.dtype))
+    wanted = (B, N, E) if saves_lse or backend == "triton" else (0,)
+    lse_BNE = q_BNEK.new_zeros(wanted, dtype=accumulator(q_BNEK.dtype))
     if backend == "triton":
         _triton().forward(
             q_BNEK,
@@ -197,9 +195,8 @@ def _compute_active_heads(
         return y_BNHK, lse_BNE
     keys = KeyHeads(k_BGMK, v_BGMK, group, offset)
     if backend == "flash":
-        sparse_flash.forward(
-            q_BNEK, keys, selected_BNE, mask_BENM, is_causal, scale, y_BNHK, lse_BNE
-        )
+        kept = lse_BNE if saves_lse else None
+        sparse_flash.forward(q_BNEK, keys, selected_BNE, mask_BENM, is_causal, scale, y_BNHK, kept)
         return y_BNHK, lse_BNE
     pairs = Pairs(selected_BNE)
     dropout = sparse_math.Dropout(dropout_p, 0 if seed is None else int(seed))
@@ -269,7 +266,8 @@ def _(
     y: Tensor, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(0)
-    if rest[-1] != "math":
+    *_, saves_lse, backend = rest
+    if backend == "triton" or (saves_lse and backend == "flash"):
         lse = selected.new_empty(selected.shape, dtype=accumulator(q.dtype))
     B, N, E, K = q.shape
     return q.new_empty((B, N, y.shape[2] + E, K)), lse
@@ -295,9 +293,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, *tensors, ctx.is_causal, ctx.scale, ctx.dropout_p, ctx.group, ctx.offset, ctx.backend = (
-        inputs
-    )
+    y, *tensors = inputs[:-7]
+    ctx.is_causal, ctx.scale, ctx.dropout_p, ctx.group, ctx.offset, _, ctx.backend = inputs[-7:]
     ctx.num_shared = y.shape[2]
     ctx.save_for_backward(*output, *tensors)
 
@@ -315,7 +312,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
         ctx.backend,
         wanted,
     )
-    return grad[:, :, : ctx.num_shared], dq, dk, dv, None, dmask if wanted else None, *[None] * 7
+    return grad[:, :, : ctx.num_shared], dq, dk, dv, None, dmask if wanted else None, *[None] * 8
 
 
 _active_heads.register_autograd(_differentiate, setup_context=_save)

@@ -37,24 +37,26 @@ def forward(
     is_causal: bool,
     scale: float,
     y_BNHK: Tensor,
-    lse_BNE: Tensor,
+    lse_BNE: Tensor | None,
 ) -> None:
     """Write the selected rows of the outputs (the last E heads) and of the log-sum-exps.
 
     Args:
-        y_BNHK, lse_BNE: contiguous; zero.
+        y_BNHK: contiguous; zero.
+        lse_BNE: likewise; None where no backward pass follows.
     """
     whole = not is_causal and mask_BENM is None
     slots = _slots(selected_BNE, keys, q_BNEK.dtype) if whole else None
     if slots is not None:
         y, lse = _forward(slots.take(q_BNEK), keys.k_BGMK, keys.v_BGMK, scale=scale)
         slots.put(y_BNHK[:, :, -selected_BNE.shape[2] :], slots.mask(y))
-        slots.put(lse_BNE, lse)
+        if lse_BNE is not None:
+            slots.put(lse_BNE, lse)
         return
     pairs = Pairs(selected_BNE)
     reach = None if mask_BENM is None else Reach(pairs, mask_BENM)
     # Copies of what does not lie token by token, made once.
-    q_TEK, y_THK, lse_TE = (x.flatten(0, 1) for x in (q_BNEK, y_BNHK, lse_BNE))
+    q_TEK, y_THK = q_BNEK.flatten(0, 1), y_BNHK.flatten(0, 1)
     for block in _rectangles(pairs, keys) if whole else pairs.blocks():
         q = pairs.take(q_TEK, block)
         if whole:
@@ -68,7 +70,8 @@ def forward(
                     k, v = keys.take(block, near)
                     y[:, :, rows], lse[:, :, rows] = attend(q[:, :, rows], k, v, scale, mask)
         pairs.put(y_THK, block, y)
-        pairs.put(lse_TE, block, lse)
+        if lse_BNE is not None:
+            pairs.put(lse_BNE.flatten(0, 1), block, lse)
 
 
 def backward(
