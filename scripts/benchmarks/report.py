@@ -28,9 +28,9 @@ SECTIONS = {
     "cached": ("One query with cached keys", "Attention alone, a step of generation."),
     "layer": (
         "A layer",
-        "timm's attention layer with its projections and, for MoH, its router and balance loss. The "
-        "router is a handful of small operations, whose number and not whose work is their cost: "
-        "of one image they are some per cent, of a batch one.",
+        "timm's attention layer with its projections and, for MoH, its router and balance loss. "
+        "Of one image the router costs what a dozen small operations cost, whatever they "
+        "compute; a batch pays that once.",
     ),
     "model": (
         "Models",
