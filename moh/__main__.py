@@ -1,6 +1,10 @@
 """``python -m moh experiment=NAME``: compose, validate, freeze, train, evaluate, record."""
 
+import os
 import sys
+
+# The hub's client warns of what the next line of ours says better.
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 if __name__ == "__main__":
     try:

@@ -113,6 +113,9 @@ def _explain_key(error: Exception, overrides: Sequence[str]) -> str:
     """The key, its value and what is allowed, from Hydra's several kinds of message."""
     text = str(error)
     cause = str(error.__cause__ or "")
+    there = re.search(r"already at '([^']+)'|Multiple values for (\S+?)\. ", text)
+    if there and (plus := [o for o in overrides if o.startswith(f"+{there[1] or there[2]}=")]):
+        return f"{plus[0]}: {there[1] or there[2]} has a value already; leave out the +"
     bad = re.search(r"Could not override '([^']+)'", text)
     if bad and "not in" in text + cause:
         key = bad.group(1)
@@ -334,7 +337,7 @@ def _run_here(jobs: Sequence[DictConfig], arguments: Sequence[str] | None = None
             return StoppedError.EXIT_STATUS
         except RunError as error:
             print(f"moh: {error}", file=sys.stderr, flush=True)
-            failures.append(str(job.name))
+            failures.append(f"{job.name} seed {job.seed}")
     if failures and len(jobs) > 1:
         print(f"moh: {len(failures)} of {len(jobs)} runs failed: {', '.join(failures)}")
     return int(bool(failures))

@@ -97,6 +97,8 @@ def config_hash(config: DictConfig) -> str:
         plain.pop(key, None)
     for group, key in NOT_HASHED_IN:
         plain[group].pop(key, None)
+    if plain["data"].get("form") != "npz":  # which nobody decodes; its runs have their names
+        plain["data"].pop("workers", None)
     # Defaults are left out, so that a key which a later version adds does not rename every run.
     text = json.dumps(_without(plain, defaults), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -214,9 +216,9 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
         if place(typed.launcher.nodes).node > 0:
             _follow(folder, typed, arguments)
             return
+    _check_writable(Path(typed.results_dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_writable(Path(typed.results_dir))
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
     with stop_at_once(identity), locked(folder):
@@ -227,8 +229,12 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
         write_text(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         try:
             _carry_out(folder, typed, arguments)
-        except StoppedError:
-            raise
+        except KeyboardInterrupt:
+            raise StoppedError(f"{identity}: stopped by SIGINT; the same command goes on") from None
+        except StoppedError as error:
+            if identity in str(error):
+                raise
+            raise StoppedError(f"{identity}: {error}") from None
         except RunError:
             _remove_if_empty(folder, Path(typed.runs_dir))
             raise
@@ -318,10 +324,13 @@ def progress_of(config: DictConfig) -> str:
     folder = Path(config.runs_dir) / run_id(config)
     if finished(folder):
         return "finished"
+    recorded = Path(config.results_dir) / "runs" / run_id(config)
     samples = max((int(p.name) for p in folder.glob("checkpoints/[0-9]*")), default=0)
     if samples:
         return f"{samples / config.trainer.samples:.0%} trained"
-    return "started" if (folder / "run.json").is_file() else "not started"
+    if (folder / "run.json").is_file():
+        return "started"
+    return f"not started; recorded in {recorded}" if finished(recorded) else "not started"
 
 
 RECORD = (

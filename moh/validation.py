@@ -15,6 +15,7 @@ from moh.config import (
     ClassificationConfig,
     Config,
     GenerationConfig,
+    HeadsConfig,
     ImagesConfig,
     LanguageConfig,
     LlamaConfig,
@@ -65,10 +66,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     Raises:
         ValueError: the first mistake: key, value, and what is allowed.
     """
-    known = {field.name for field in dataclasses.fields(Config)}
-    for key in config:
-        if key not in known:
-            raise ValueError(f"unknown key {key!s}{nearest(str(key), known)}")
+    _check_keys(config)
     _fill_from_folder(config)
     try:
         _require_values(config)
@@ -87,6 +85,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     # An evaluation of given weights trains nothing.
     if typed.trainer.samples < (0 if typed.mode == "eval" else 1):
         raise ValueError(f"trainer.samples {typed.trainer.samples} must be at least 1")
+    _check_heads(typed)
     _check_processes(typed)
     if (typed.eval.similarity_samples or 0) < 0:
         raise ValueError(
@@ -113,6 +112,21 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
     return typed
 
 
+def _check_keys(config: DictConfig, prefix: str = "") -> None:
+    """Hydra's ``+`` puts any key anywhere; nothing would read one that the schema lacks."""
+    kind = OmegaConf.get_type(config) if prefix else Config
+    if not dataclasses.is_dataclass(kind):
+        return
+    known = {field.name for field in dataclasses.fields(kind)}
+    for key in map(str, config):
+        if key not in known:
+            close = nearest(key, known).replace(": ", f": {prefix}").replace(", ", f", {prefix}")
+            raise ValueError(f"unknown key {prefix}{key}{close}")
+        value = config._get_node(key)
+        if isinstance(value, DictConfig) and not value._is_none() and not value._is_missing():
+            _check_keys(value, f"{prefix}{key}.")
+
+
 def _fill_from_folder(config: DictConfig) -> None:
     """Sizes of a language model that its own folder states, where the configuration does not."""
     if OmegaConf.select(config, "model.family") != "llama":
@@ -134,6 +148,17 @@ def _require_values(config: DictConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{missing[0]} has no value: set it ({missing[0]}=VALUE)")
+
+
+def _check_heads(config: Config) -> None:
+    """Heads with a name of their own must say how many are active."""
+    heads = config.heads
+    counts = (heads.ratio, heads.num_shared, heads.top_k)
+    if heads.name != HeadsConfig().name and all(count is None for count in counts):
+        raise ValueError(
+            f"heads.ratio is not set: heads={heads.name} needs a number in (0, 1], or "
+            "heads.num_shared and heads.top_k"
+        )
 
 
 def _check_checkpoint(config: Config) -> None:

@@ -68,7 +68,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     identity = str(folder.relative_to(config.runs_dir))
     task = build_task(config)
-    if config.mode != "train":
+    if config.mode == "both":
         task.check_evaluation()
     if config.mode == "eval":
         config.trainer.parallel = "ddp"  # there is nothing to shard
@@ -82,6 +82,8 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     model = model.to("cpu" if sharded else device)
     # Before anything is written, since what does not fit leaves nothing.
     samples = load_weights(config, folder, model) if config.mode == "eval" else None
+    if config.mode == "eval":
+        task.check_evaluation()
     record: dict[str, Any] = {
         "run_id": identity,
         "name": record_name(config),

@@ -47,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--tokens", type=int, default=1024, help="keys (default 1024)")
         command.add_argument("--heads", type=int, default=16)
         command.add_argument("--head-dim", type=int, default=64, help="width of a head")
-        command.add_argument("--batch", type=int, default=1)
+        batch = {"attention": 1, "layer": 8}[name]
+        command.add_argument("--batch", type=int, default=batch, help=f"samples ({batch})")
         command.add_argument("--ratio", type=float, default=0.5, help="activated ratio")
         command.add_argument(
             "--shared-share", type=float, default=0.5, help="shared heads over active heads"
@@ -62,7 +63,8 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (("model", "inference of a model"), ("train", "training step of a model")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--experiment", required=True, help="e.g. vit/moh_s_75")
-        command.add_argument("--batch", type=int, default=4)
+        batch = {"model": 8, "train": 4}[name]
+        command.add_argument("--batch", type=int, default=batch, help=f"samples ({batch})")
         command.add_argument("--tokens", type=int, help="of a sequence, for language models")
         _common(command)
     for name, text in (

@@ -59,12 +59,14 @@ class Converted:
 
     Attributes:
         of: what it is, in words.
+        experiment: whose model it is, None where only a folder says what it is.
         run: configuration of the run that it was trained in, None for other sources.
     """
 
     model: nn.Module
     family: str
     of: str
+    experiment: str | None = None
     run: Config | None = None
 
 
@@ -142,8 +144,9 @@ def open_source(weights: Weights, ema: bool, named: str | None, overrides: list[
             model = described.build()
     else:
         family, of, model = fitting_model(weights.path, read_state(weights.path, ema))
+        named = of.removeprefix("experiment ") if of.startswith("experiment ") else None
     load_published(model, weights.path, family, ema, assign=True)
-    return Converted(model, family, of)
+    return Converted(model, family, of, named)
 
 
 def open_run(weights: Weights, ema: bool) -> Converted:
@@ -155,7 +158,7 @@ def open_run(weights: Weights, ema: bool) -> Converted:
     of = f"run {folder}, sample {samples:,}"
     if config.trainer.ema_decay is not None:
         of += ", averaged weights" if ema else ", weights of the last update"
-    return Converted(model, config.model.family, of, config)
+    return Converted(model, config.model.family, of, config.name, config)
 
 
 def write_tokenizer(source: Path, run: Config | None, target: Path) -> str:
@@ -180,7 +183,8 @@ def usage(converted: Converted, target: Path, to: str) -> str:
     if to == "published":
         if converted.family == "llama" and (target / "config.json").is_file():
             return "its modeling_llama.py (the authors') belongs beside config.json"
-        return f"python -m moh experiment=NAME mode=eval checkpoint={target}"
+        named = converted.experiment or "NAME"
+        return f"python -m moh experiment={named} mode=eval checkpoint={target}"
     return {
         "timm": f'import moh.backbones.timm_moh; timm.create_model("local-dir:{target}", '
         "pretrained=True)",
@@ -219,7 +223,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("source", type=Path, metavar="SOURCE")
     parser.add_argument("target", type=Path, metavar="OUT")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--to", choices=("ours", "published"), default="ours")
+    parser.add_argument(
+        "--to", choices=("ours", "published"), default="ours", help="form to write (ours)"
+    )
     parser.add_argument("--experiment", metavar="NAME", help="whose model the source is of")
     parser.add_argument("--no-ema", action="store_true", help="weights that are not averaged")
     return parser

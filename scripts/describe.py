@@ -75,6 +75,8 @@ def main() -> int:
     table.add_column("MACs per", no_wrap=True)
     found = {}
     try:
+        if wrong := [name for name in options.experiments if "=" in name]:
+            raise ValueError(f"{wrong[0]!r} is a setting, not the name of an experiment")
         for name in options.experiments or distinct():
             if sys.stderr.isatty():
                 print(f"\rcounting {name:<40}", end="\r", file=sys.stderr, flush=True)

@@ -96,6 +96,8 @@ def _configuration(options: argparse.Namespace) -> tuple[Config, Path]:
         config = load_config(folder)
         config.mode, config.checkpoint = "eval", options.checkpoint
         return config, folder
+    if folder.is_dir():
+        raise RunError(f"{folder} has no config.yaml: not a run folder")
     composed = compose_config(
         [f"experiment={options.what}", *options.overrides, "mode=eval", *given]
     )

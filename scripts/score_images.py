@@ -123,7 +123,8 @@ def main() -> int:
     try:
         measure(arguments)
     except (RunError, ValueError, OSError) as error:
-        print(f"score_images: {error}", file=sys.stderr)
+        message = str(error).replace("eval.features_path", "--features-path")
+        print(f"score_images: {message.replace('eval.features', '--features')}", file=sys.stderr)
         return 1
     return 0
 

@@ -155,6 +155,8 @@ def test_the_run_folder_is_a_function_of_config_and_seed():
         assert run_id(compose_config(["experiment=demo/vit/mha", change])) != first
     for same in ("logger.wandb=disabled", "mode=eval", "results_dir=elsewhere"):
         assert run_id(compose_config(["experiment=demo/vit/mha", same])) == first
+    few, many = (compose_config(["experiment=vit/mha_s", f"data.workers={n}"]) for n in (2, 16))
+    assert run_id(few) == run_id(many)
 
 
 MISTAKES = [
@@ -167,13 +169,24 @@ MISTAKES = [
         "unknown key heads.raito=1; nearest: heads.ratio",
     ),
     (["experiment=demo/vit/mha", "+foo=1"], "unknown key foo"),
+    (["experiment=demo/vit/mha", "+heads.rato=1"], "unknown key heads.rato; nearest: heads.ratio"),
+    (
+        ["experiment=demo/vit/mha", "+trainer.samples=128"],
+        r"trainer.samples has .*leave out the \+",
+    ),
+    (["experiment=demo/vit/mha", "+heads=moh_75"], r"heads has a value already; leave out the \+"),
+    (["experiment=demo/vit/mha", "heads=moh_ratio"], r"heads.ratio is not set.* \(0, 1\]"),
+    (
+        ["experiment=demo/vit/moh_75", "heads.top_k=[2,2,2]"],
+        "heads.top_k and heads.ratio exclude .*=0.75; take it out with heads.ratio=null",
+    ),
     (["experiment=demo/vit/mha", "optim.lr=fast"], "optim.lr=fast: must be a number"),
     (["experiment=demo/vit/mha", "mode=trian"], "mode 'trian' is not one of train, eval, both"),
     (["experiment=demo/vit/mha", "trainer.device_batch=100"], "128 is not a multiple of .* 100"),
     (["experiment=demo/vit/mha", "trainer.samples=1000"], "1000 is not a multiple .*nearest: 1024"),
     (
         ["experiment=demo/vit/mha", "heads.num_shared=[1,2,2]", "heads.top_k=[2,2,9]"],
-        "top_k 9 > 6 routed heads in layer 2",
+        "^heads.top_k 9 > 6 routed heads in layer 2",
     ),
     (["experiment=demo/vit/moh_75", "heads.ratio=1.5"], r"heads.ratio 1.5 is not in \(0, 1\]"),
     (["experiment=demo/vit/moh_75", "heads.router=linear"], "linear.*two_stage, query_norm"),

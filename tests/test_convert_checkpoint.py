@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -312,12 +313,20 @@ def test_bad_sources_are_one_line_and_leave_nothing(tmp_path, capsys):
     torch.save({"model": case.state, "hook": Call()}, tmp_path / "code.pth")
     without = {n: v for n, v in case.state.items() if n != "block3.1.attn.wg_0.weight"}
     torch.save({"model": without | {"extra.bias": torch.ones(1)}}, tmp_path / "keys.pth")
+    (tmp_path / "page.pth").write_text("<html>Not Found</html>")
+    (tmp_path / "empty.pth").touch()
+    (tmp_path / "odd.pth").write_bytes(b"\x80\x02no pickle at all")
+    (tmp_path / "plain.pth").write_bytes(pickle.dumps(Call(), protocol=2))
     (tmp_path / "there").mkdir()
     other = [s.replace("heads.num_shared=[2,4,2,3]", "heads.num_shared=[2,4,1,3]") for s in VIT]
     for source, out, settings, message in (
         ("moh.pth", "there", VIT, r"there exists; choose another name"),
         ("none.pth", "out", VIT, r"checkpoint .*none\.pth does not exist"),
         ("torn.pth", "out", VIT, r"cannot read .*torn\.pth"),
+        ("page.pth", "out", VIT, r"page\.pth is not a checkpoint: neither PyTorch's file nor"),
+        ("empty.pth", "out", VIT, r"empty\.pth is not a checkpoint: it is empty"),
+        ("odd.pth", "out", VIT, r"cannot read .*odd\.pth|odd\.pth is not a checkpoint"),
+        ("plain.pth", "out", VIT, r"plain\.pth is refused: .*could run code \(.*print\)"),
         ("code.pth", "out", VIT, r"code\.pth is refused: .*could run code \(.*print.*\)"),
         (
             "keys.pth",

@@ -67,3 +67,7 @@ def test_the_command_prints_json_and_names_a_mistake():
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.startswith("describe: unknown experiment 'dit/moh_s2_57'; nearest:")
+    command[3] = "heads=moh_75"
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == ("describe: 'heads=moh_75' is a setting, not the name of an experiment\n")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -262,3 +266,43 @@ def test_broken_trees_are_one_line(tree, tmp_path):
     with pytest.raises(RunError, match=r"cannot read image .*n02/0\.JPEG") as caught:
         run(configure(tree, tmp_path))
     assert "\n" not in str(caught.value)
+
+
+LOADING = """
+import sys, time
+import torch
+from moh.data.reading import load
+from moh.errors import StoppedError
+from moh.training.signals import stop_at_once
+
+class Slow(torch.utils.data.Dataset):
+    def __getitem__(self, key):
+        time.sleep(0.1)
+        return torch.zeros(1)
+
+try:
+    with stop_at_once("evaluation"):
+        for batch in load(Slow(), [[(0,)]] * 1000, 2):
+            print("loading", flush=True)
+except StoppedError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.EXIT_STATUS)
+"""
+
+
+def test_a_signal_to_the_whole_group_ends_loaders_without_a_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOADING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout.readline() == "loading\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 75
+    assert told == "evaluation: stopped by SIGTERM; the same command goes on\n"

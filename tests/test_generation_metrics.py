@@ -265,9 +265,16 @@ def test_feature_weights_that_are_not_to_be_had_cost_one_line(tmp_path, monkeypa
     torch.save({"conv.weight": torch.zeros(1)}, tmp_path / "wrong.pth")
     with pytest.raises(ValueError, match="does not hold the FID Inception weights"):
         load_features("inception", tmp_path / "wrong.pth")
-    torch.save({"weight": Path("pickled code")}, tmp_path / "code.pth")
-    with pytest.raises(ValueError, match="no file of plain tensors"):
-        load_features("inception", tmp_path / "code.pth")
+    for name, held, message in (
+        ("code.pth", {"weight": Path("pickled code")}, r"could run code \(pathlib"),
+        ("list.pth", [1, 2], "no file of plain tensors: list"),
+    ):
+        torch.save(held, tmp_path / name)
+        with pytest.raises(ValueError, match=message):
+            load_features("inception", tmp_path / name)
+    (tmp_path / "page.pth").write_text("<html>")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        load_features("inception", tmp_path / "page.pth")
     with pytest.raises(ValueError, match="'clip' are not one of inception, efficientnet_lite0"):
         load_features("clip")
 

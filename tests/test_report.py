@@ -37,6 +37,14 @@ def test_an_unknown_table_names_the_nearest_and_exits_2(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_results_folder_that_is_none_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo_vit", "--results-dir", str(tmp_path / "resluts")]) == 2
+    assert capsys.readouterr().err.endswith("resluts is not a folder\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_number_is_cut_on_a_narrow_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

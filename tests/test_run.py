@@ -11,9 +11,9 @@ import torch
 from tiny_runs import folder_of, tiny, weights
 from torch import nn
 
-from moh.errors import RunError
+from moh.errors import RunError, StoppedError
 from moh.heads import TwoStageRouter
-from moh.runner import finished, locked, run, run_id
+from moh.runner import finished, locked, progress_of, run, run_id
 from moh.tasks.classification import Classification
 from moh.training import checkpoint
 from moh.training.loop import Trainer
@@ -205,12 +205,31 @@ def test_a_second_run_in_one_folder_refuses(tmp_path):
         run(config)
 
 
+def test_ctrl_c_in_an_evaluation_names_the_run_and_leaves_it_to_go_on(tmp_path, monkeypatch):
+    config = tiny("vit", tmp_path)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Classification, "evaluate", interrupted)
+        with pytest.raises(StoppedError, match=f"{run_id(config)}: stopped by SIGINT") as caught:
+            run(config)
+    assert "\n" not in str(caught.value)
+    assert progress_of(config) == "100% trained"
+    run(config)
+    assert finished(folder_of(config))
+    assert progress_of(config) == "finished"
+    shutil.rmtree(tmp_path / "runs")
+    assert progress_of(config).startswith("not started; recorded in ")
+
+
 def test_a_results_folder_that_cannot_be_is_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     config = tiny("vit", tmp_path, f"results_dir={tmp_path}/file/results")
     with pytest.raises(RunError, match=r"cannot write to .*file is a file"):
         run(config)
-    assert not (folder_of(config) / "checkpoints").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_broken_data_are_one_line(tmp_path):

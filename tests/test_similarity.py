@@ -395,6 +395,7 @@ def test_the_script_looks_at_a_run(trained, tmp_path, capsys):
     [
         (["demo/vit/mhaa"], "unknown experiment 'demo/vit/mhaa'; nearest: demo/vit/mha"),
         (["demo/vit/mha", "runs_dir=/no/runs"], "/no/runs/demo/vit/mha"),
+        (["/tmp"], "/tmp has no config.yaml: not a run folder"),
         (["demo/vit/mha", "--samples", "0"], "--samples 0 must be at least 1"),
         (["demo/vit/mha", "--checkpoint", "/no/such"], "checkpoint=/no/such does not exist"),
     ],

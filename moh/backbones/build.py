@@ -58,7 +58,11 @@ def make_plan(heads: HeadsConfig, shapes: Sequence[tuple[int, int]]) -> HeadPlan
     num_heads, head_dim = [list(column) for column in zip(*shapes, strict=True)]
     if heads.ratio is not None:
         if heads.num_shared is not None or heads.top_k is not None:
-            raise ValueError("heads.ratio and heads.num_shared/top_k exclude each other; set one")
+            counts = "num_shared" if heads.num_shared is not None else "top_k"
+            raise ValueError(
+                f"heads.{counts} and heads.ratio exclude each other: heads={heads.name} sets "
+                f"heads.ratio={heads.ratio:g}; take it out with heads.ratio=null"
+            )
         try:
             return HeadPlan.from_ratio(num_heads, head_dim, heads.ratio, heads.shared_share)
         except ValueError as error:
@@ -69,7 +73,10 @@ def make_plan(heads: HeadsConfig, shapes: Sequence[tuple[int, int]]) -> HeadPlan
     if shared is None or top_k is None:
         missing = "num_shared" if shared is None else "top_k"
         raise ValueError(f"heads.{missing} is missing: set num_shared and top_k, or ratio")
-    return HeadPlan.from_groups([1] * depth, num_heads, head_dim, shared, top_k)
+    try:
+        return HeadPlan.from_groups([1] * depth, num_heads, head_dim, shared, top_k)
+    except ValueError as error:
+        raise ValueError(f"heads.{error}") from None
 
 
 def router_options(heads: HeadsConfig) -> RouterOptions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from moh import distribution
 from moh.errors import RunError
+from moh.training.signals import leave_quietly
 
 Batch = TypeVar("Batch")
 Key = tuple[int, ...]
@@ -113,17 +116,26 @@ def _endless(
 
 
 def load(pictures: Dataset[Any], batches: Any, workers: int) -> Iterator[list[Tensor]]:
-    """Batches of pictures by lists of keys, decoded in ``workers`` processes."""
+    """Batches of pictures by lists of keys, decoded in ``workers`` processes.
+
+    No more processes than there are cores; how many never changes what is decoded.
+    """
     return iter(
         DataLoader(
             pictures,
             batch_sampler=batches,
-            num_workers=workers,
+            num_workers=min(workers, cores()),
+            worker_init_fn=leave_quietly,
             # Its own, or the start of a pass would draw from the model's random stream.
             generator=torch.Generator(),
             pin_memory=torch.cuda.is_available(),
         )
     )
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def next_batch(loader: Iterator[list[Tensor]]) -> list[Tensor]:

@@ -7,7 +7,6 @@ weights of 2015, any other is named after its own.
 from __future__ import annotations
 
 import hashlib
-import pickle
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from moh.errors import RunError
 from moh.evaluation.precision import precision
+from moh.torch_file import read_torch_file
 
 _LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -223,10 +224,12 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"no feature weights at {path}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} is no file of plain tensors: {reason}") from None
+        state = read_torch_file(path)
+    except RunError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise ValueError(f"{path} is no file of plain tensors: {type(state).__name__}")
+    return state
 
 
 def _download(url: str) -> Path:

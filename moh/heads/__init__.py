@@ -4,7 +4,8 @@ Needs torch and nothing else. ``moh.backbones`` wires it into timm, diffusers an
 
 Tensor names end in their dimensions:
     B batch, N tokens, D width of the model, H heads, K width of a head, E routed heads,
-    S shared heads; in attention also M keys, G key heads, R rows (selected query-head pairs).
+    S shared heads; in attention also M keys, G key heads, R rows (selected query-head pairs),
+    C queries of a head that are taken together.
 """
 
 from moh.heads.balance import balance_loss, head_load, routers, sum_counts

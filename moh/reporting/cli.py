@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     experiments: Path = options.experiments_dir
     try:
+        _check_results(options.results_dir, writes=not options.no_write)
         names = options.tables or table_names(experiments)
         definitions = [load_table(name, experiments) for name in names]
         if not options.tables:
@@ -55,6 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     return 0
+
+
+def _check_results(folder: Path, writes: bool) -> None:
+    """Refuse, before any work, a folder without results or one that nothing can be written to."""
+    if not folder.is_dir():
+        raise ValueError(f"--results-dir {folder} is not a folder")
+    if writes and not os.access(folder, os.W_OK):
+        raise ValueError(f"--results-dir {folder}: no permission to write; --no-write prints only")
 
 
 def _parser() -> argparse.ArgumentParser:

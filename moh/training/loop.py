@@ -157,7 +157,7 @@ class Trainer:
                 self._save()
             if stopping and self.samples < total:
                 raise StoppedError(
-                    f"{self.config.name}: stopped by {stop.name} at sample {self.samples:,} of "
+                    f"stopped by {stop.name} at sample {self.samples:,} of "
                     f"{total:,}; a checkpoint is written, the same command goes on from it"
                 )
 

@@ -28,7 +28,9 @@ SECTIONS = {
     "cached": ("One query with cached keys", "Attention alone, a step of generation."),
     "layer": (
         "A layer",
-        "timm's attention layer with its projections and, for MoH, its router and balance loss.",
+        "timm's attention layer with its projections and, for MoH, its router and balance loss. "
+        "Of one image the router costs what a dozen small operations cost, whatever they "
+        "compute; a batch pays that once.",
     ),
     "model": (
         "Models",
@@ -123,6 +125,8 @@ def _speed(where: Record, records: Sequence[Record]) -> Iterator[str]:
 def _table(section: str, rows: Sequence[Record], paper: Speedups) -> Iterator[str]:
     kind = "model" if section == "model" else "attention"
     names = ["experiment", "batch"] if kind == "model" else ["keys", "heads", "active", ""]
+    if section == "layer":
+        names.insert(0, "batch")
     names += ["MHA ms", "plain ms", "dense", "sparse", "limit", "auto", "auto over MHA"]
     if kind == "model":
         names.append("auto over plain")
@@ -140,6 +144,8 @@ def _cells(section: str, record: Record, paper: Speedups) -> Iterator[str]:
         yield record["experiment"] + (", training step" if record["train"] else ", inference")
         yield str(record["batch"])
     else:
+        if section == "layer":
+            yield str(record["batch"])
         yield f"{record['tokens']:,}"
         yield str(record["heads"])
         yield f"{100 * record['activated_ratio']:.0f} %"

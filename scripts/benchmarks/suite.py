@@ -62,12 +62,12 @@ def measurements(device: str) -> Iterator[Measurement]:
     for tokens in (4096, 32768):
         yield "cached", "attention", replace(few, tokens=tokens, queries=1)
     for backward in (False, True):
-        for tokens in (196, 256, 1024, 2048):
-            shape = replace(few, tokens=tokens, queries=tokens, ratio=0.75, backward=backward)
+        for tokens, batch in ((196, 1), (196, 8), (256, 1), (256, 8), (1024, 1), (2048, 1)):
+            shape = replace(few, tokens=tokens, queries=tokens, batch=batch, backward=backward)
             yield "layer", "layer", shape
     for experiment, batch, tokens in (
         ("vit/moh_s_75", 4, None),
-        ("dit/moh_s2_75", 4, None),
+        ("dit/moh_s2_75", 8, None),
         ("llm/moh_s_50_100b", 1, 2048),
     ):
         for train in (False, True):

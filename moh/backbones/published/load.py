@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import pickle
 import sys
-import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh.errors import RunError
+from moh.torch_file import read_torch_file
 
 FAMILIES = {"timm": "vit", "dit": "dit", "llama": "llama"}
-SHOWN = 8  # names of keys in one message; the rest are counted
+SHOWN = 4  # names of keys in one message; the rest are counted
 
 # Where training scripts keep their weights: averaged ones first, then the model's own.
 _AVERAGED = ("ema", "state_dict_ema", "model_ema")
@@ -78,17 +75,11 @@ def read_state(source: Path, ema: bool = True) -> dict[str, Tensor]:
         for file in weight_files(source):
             state |= read_state(file, ema)
         return state
+    if source.suffix != ".safetensors":
+        return _unwrap(read_torch_file(source), source, ema)
     try:
-        if source.suffix == ".safetensors":
-            return load_file(source)
-        return _unwrap(_load(source), source, ema)
-    except pickle.UnpicklingError:
-        raise RunError(
-            f"{source} is refused: it holds more than tensors and could run code{_foreign(source)}"
-        ) from None
-    except (OSError, RuntimeError, SafetensorError, EOFError) as error:
-        if isinstance(error, RunError):
-            raise
+        return load_file(source)
+    except (OSError, SafetensorError) as error:
         raise RunError(f"cannot read {source}: {_first_line(error)}") from None
 
 
@@ -115,29 +106,6 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise RunError(f"{folder} holds neither *.safetensors nor pytorch_model*.bin")
     return files
-
-
-def _load(source: Path) -> Any:
-    # Training scripts keep their command line in a Namespace: data, not code.
-    with (
-        torch.serialization.safe_globals([argparse.Namespace]),
-        warnings.catch_warnings(action="ignore"),
-    ):
-        try:
-            # Mapped, so that a checkpoint of gigabytes is not in memory beside the model.
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files of before PyTorch 1.6 cannot be mapped
-            return torch.load(source, map_location="cpu", weights_only=True)
-
-
-def _foreign(source: Path) -> str:
-    """Names of what a pickle would call, if they can be listed without calling it."""
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    except Exception:
-        return ""
-    names = [name for name in names if name != "argparse.Namespace"]
-    return f" ({_names(names)})" if names else ""
 
 
 def _unwrap(loaded: Any, source: Path, ema: bool) -> dict[str, Tensor]:
