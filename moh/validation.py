@@ -67,7 +67,7 @@ def validate(config: DictConfig, paths: bool = True) -> Config:
         ValueError: the first mistake: key, value, and what is allowed.
     """
     _check_keys(config)
-    _fill_from_folder(config)
+    _fill_from_folder(config, paths)
     try:
         _require_values(config)
         typed: Config = OmegaConf.to_object(config)  # type: ignore[assignment]
@@ -127,15 +127,20 @@ def _check_keys(config: DictConfig, prefix: str = "") -> None:
             _check_keys(value, f"{prefix}{key}.")
 
 
-def _fill_from_folder(config: DictConfig) -> None:
-    """Sizes of a language model that its own folder states, where the configuration does not."""
+def _fill_from_folder(config: DictConfig, paths: bool) -> None:
+    """Sizes of a language model that its own folder states, where the configuration does not.
+
+    Args:
+        paths: whether the folder must exist.
+    """
     if OmegaConf.select(config, "model.family") != "llama":
         return
     if OmegaConf.is_missing(config.model, "pretrained"):
         raise ValueError(
             "model.pretrained has no value: it names the folder of a LLaMA to evaluate"
         )
-    if config.model.pretrained is not None:
+    folder = config.model.pretrained
+    if folder is not None and (paths or Path(folder).is_dir()):
         from moh.backbones.llama_folder import fill_sizes
 
         fill_sizes(config.model)
@@ -330,7 +335,8 @@ def check_plan(config: Config) -> None:
     """Build the model where nothing is allocated; an impossible plan or model fails here."""
     from moh.backbones.build import build_model, without_pretrained
 
-    if isinstance(config.model, LlamaConfig) and config.model.pretrained is not None:
+    pretrained = config.model.pretrained if isinstance(config.model, LlamaConfig) else None
+    if pretrained is not None and Path(pretrained).is_dir():
         _check_folder_plan(config)
         return
     try:

@@ -22,7 +22,7 @@ from moh.cli import compose_config
 from moh.data import reading
 from moh.data.folder import FolderImages, RepeatedOrder
 from moh.data.order import ShuffledOrder
-from moh.errors import RunError
+from moh.errors import RunError, StoppedError
 from moh.runner import run
 from moh.tasks.classification import Classification
 from moh.training.loop import Trainer
@@ -95,7 +95,7 @@ def test_the_vit_recipe_trains_on_folders_and_a_start_in_the_middle_changes_noth
     stopped: list[bool] = []
     Trainer._update = stopping
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedError):
             run(halves)
     finally:
         Trainer._update = update

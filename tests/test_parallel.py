@@ -128,7 +128,8 @@ def folders(tmp_path_factory) -> dict[tuple[str, str], tuple[Path, Path]]:
     started, goes_on = [(folder, False) for folder in together.values()], []
     for family in FAMILIES:
         for change, two_first in CHANGES.items():
-            config = tiny(family, top / family / change, "mode=train", "trainer.threads=1")
+            place = top / family / change.replace(", ", "-")
+            config = tiny(family, place, "mode=train", "trainer.threads=1")
             if two_first:
                 goes_on.append(config.copy())
             else:

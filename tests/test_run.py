@@ -229,7 +229,7 @@ def test_a_results_folder_that_cannot_be_is_refused_before_any_work(tmp_path):
     config = tiny("vit", tmp_path, f"results_dir={tmp_path}/file/results")
     with pytest.raises(RunError, match=r"cannot write to .*file is a file"):
         run(config)
-    assert not (tmp_path / "runs").exists()
+    assert not folder_of(config).exists()
 
 
 def test_broken_data_are_one_line(tmp_path):

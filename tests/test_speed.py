@@ -140,10 +140,10 @@ def test_ratios_are_medians_of_rounds():
 def test_thresholds_are_where_sparse_keeps_winning():
     ratios = {
         "0.25": {"128": 1.3, "256": 0.9, "512": 0.99, "1024": 0.9, "2048": 0.8},
-        "0.5": {"128": 0.96, "256": 0.8},
+        "0.5": {"128": 0.95, "192": 0.89, "256": 0.96},
         "0.1": {"128": 1.5, "256": 1.0},
     }
-    assert steps(ratios) == [[0.25, 1024], [0.5, 128]]
+    assert steps(ratios) == [[0.25, 1024], [0.5, 192]]
     assert kind_of_work(1, True, True) == "one query"
     assert Shape._fields[0] == "device"
 

@@ -70,6 +70,8 @@ def test_other_names_are_no_points_of_a_sweep(name):
 
 def test_a_file_that_stands_for_a_point_has_its_ratio():
     names = [str(p.relative_to(CONF / "experiment").with_suffix("")) for p in FILES]
+    # Continue-tuning has a plan and a router of its own.
+    names = [name for name in names if "/smollm2/" not in name]
     points_of_files = {name: found for name in names if (found := point_of(name)) is not None}
     assert set(points_of_files) == {f"demo/{f}/moh_{p}" for f in FAMILIES for p in (50, 75)}
     for name, (_, point) in points_of_files.items():

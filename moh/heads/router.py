@@ -22,38 +22,40 @@ Execution = Literal["auto", "dense", "sparse"]
 WIDE = 256  # width of an input from which on a router's layers are computed as one
 
 
-class Routing:
+class Routing(NamedTuple):
     """What a router decided for each token.
 
-    Args:
+    Attributes:
         gates_BNH: weight of each head's output, float32; 0 for a head that is not active.
-        selected_BNE: whether each routed head is active; or how to find that when it is asked for.
-        probs_BNE: softmax over the routed heads, float32; likewise.
+        selected_BNE: whether each routed head is active.
+        probs_BNE: softmax over the routed heads, float32.
     """
 
-    def __init__(
-        self,
-        gates_BNH: Tensor,
-        selected_BNE: Tensor | Callable[[], Tensor],
-        probs_BNE: Tensor | Callable[[], Tensor],
-    ) -> None:
-        self.gates_BNH = gates_BNH
-        self._selected_BNE = selected_BNE
-        self._probs_BNE = probs_BNE
+    gates_BNH: Tensor
+    selected_BNE: Tensor
+    probs_BNE: Tensor
+
+
+class InferredRouting(Routing):
+    """The same without gradients, of which dense execution needs the gates alone.
+
+    Its second and third entry are found when they are asked for by name.
+    """
+
+    @classmethod
+    def of(cls, gates_BNH: Tensor, logits_BNE: Tensor, index_BNk: Tensor) -> InferredRouting:
+        """From the logits of the routed heads and the numbers of the selected ones."""
+        return cls(gates_BNH, index_BNk, logits_BNE)
 
     @property
     def selected_BNE(self) -> Tensor:  # noqa: N802 (dimensions)
         """Whether each routed head is active."""
-        if callable(self._selected_BNE):
-            self._selected_BNE = self._selected_BNE()
-        return self._selected_BNE
+        return torch.zeros_like(self[2], dtype=torch.bool).scatter_(-1, self[1], True)
 
     @property
     def probs_BNE(self) -> Tensor:  # noqa: N802 (dimensions)
         """Softmax over the routed heads, float32."""
-        if callable(self._probs_BNE):
-            self._probs_BNE = self._probs_BNE()
-        return self._probs_BNE
+        return self[2].softmax(dim=-1)
 
 
 class RoutingStatistics(NamedTuple):
@@ -295,12 +297,7 @@ class TwoStageRouter(Router):
         # Probabilities over the sum of the selected ones: the softmax of these logits alone.
         active_BNk = top_BNk.softmax(dim=-1) * (routed_BN1 * (2 * plan.top_k))
         gates_BNE.scatter_(-1, index_BNk, active_BNk)
-
-        def selected() -> Tensor:
-            return torch.zeros_like(logits_BNE, dtype=torch.bool).scatter_(-1, index_BNk, True)
-
-        routing = Routing(gates_BNH, selected, lambda: logits_BNE.softmax(dim=-1))
-        return self.record(routing, mask_BN)
+        return self.record(InferredRouting.of(gates_BNH, logits_BNE, index_BNk), mask_BN)
 
 
 def _linear(x_BND: Tensor, weights: list[Tensor]) -> Sequence[Tensor]:
