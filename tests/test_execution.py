@@ -16,7 +16,16 @@ from moh.backbones.dit import DiT
 from moh.cli import compose_config
 from moh.config import HeadsConfig
 from moh.evaluation.cost import describe_model
-from moh.heads import LayerPlan, RouterOptions, attend, build_router, execution_of, thresholds
+from moh.heads import (
+    LayerPlan,
+    RouterOptions,
+    Routing,
+    attend,
+    build_router,
+    execution_of,
+    sparse_attention,
+    thresholds,
+)
 from moh.heads.thresholds import Shape, kind_of_work, sparse_is_faster
 from moh.runner import config_hash
 from moh.validation import validate
@@ -237,6 +246,28 @@ def steps(monkeypatch):
 )
 def test_auto_goes_by_what_was_measured(shape, faster):
     assert sparse_is_faster(shape) is faster
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("uneven", [False, True])
+def test_auto_is_dense_for_short_sequences_of_an_uneven_load(uneven, monkeypatch):
+    """Slots for the busiest head would be left over at all others."""
+    router, N = router_of(), 240
+    E = router.plan.num_routed
+    scores = -((torch.arange(N).unsqueeze(1) + torch.arange(E)) % E).float()  # each head as often
+    scores[:, 0] += E * uneven
+    index_NK = scores.topk(router.plan.top_k).indices
+    selected = torch.zeros(N, E, dtype=torch.bool).scatter(-1, index_NK, True).unsqueeze(0)
+    routing = Routing(torch.ones(1, N, 8), selected, selected.float())
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return sparse_attention(*arguments)
+
+    monkeypatch.setattr("moh.heads.execution.sparse_attention", counted)
+    attend(router, routing, *(torch.randn(1, 8, N, 64) for _ in range(3)))
+    assert len(calls) == (not uneven)
 
 
 @pytest.mark.usefixtures("steps")

@@ -13,6 +13,9 @@ from moh.heads.router import Execution, Router, Routing
 from moh.heads.sparse import backend_for, sparse_attention
 from moh.heads.thresholds import Shape, sparse_is_faster
 
+LONG = 384  # queries from which on a load may be as uneven as it will
+UNEVEN = 1.3  # queries of the busiest head over the mean
+
 
 def attend(
     router: Router,
@@ -37,7 +40,11 @@ def attend(
     Returns:
         Gated head outputs (B, N, H, K), before the output projection.
     """
-    if execution_of(router, query, key, attn_mask, is_causal, dropout_p) == "sparse":
+    execution = execution_of(router, query, key, attn_mask, is_causal, dropout_p)
+    if execution == "sparse" and router.options.execution == "auto":
+        open_sight = attn_mask is None and not is_causal
+        execution = "dense" if open_sight and _is_uneven(routing.selected_BNE) else "sparse"
+    if execution == "sparse":
         y_BNHK = sparse_attention(
             query, key, value, routing.selected_BNE, attn_mask, is_causal, dropout_p, scale
         )
@@ -54,6 +61,19 @@ def attend(
         ).transpose(1, 2)
     # Without gradients nobody else holds the heads' outputs, and gating needs no second copy.
     return gate_heads(y_BNHK, routing.gates_BNH, in_place=not torch.is_grad_enabled())
+
+
+def _is_uneven(selected_BNE: Tensor) -> bool:
+    """Whether the busiest head has far more queries than the others.
+
+    A CPU gains on short sequences by giving all heads as many (:class:`moh.heads.slots.Slots`);
+    of an uneven load that computes more than it skips.
+    """
+    B, N, E = selected_BNE.shape
+    if selected_BNE.device.type != "cpu" or not 1 < N < LONG or torch.compiler.is_compiling():
+        return False
+    counts = selected_BNE.sum(dim=1).flatten().tolist()
+    return max(counts) * B * E > UNEVEN * sum(counts)
 
 
 def gate_heads(y_BNHK: Tensor, gates_BNH: Tensor, in_place: bool = False) -> Tensor:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from moh.heads.pairs import memory_lines
 
+WASTE = 0.5  # slots left over for each that is used, at most
+
 
 class Slots:
-    """The same number of queries for each routed head of each sample, in order of position.
+    """The same number of queries for each routed head of each sample, in any order.
 
     On a CPU.
 
@@ -30,9 +32,8 @@ class Slots:
 
     def __init__(self, selected_BNE: Tensor, capacity: int, dtype: torch.dtype) -> None:
         flags_BEN = selected_BNE.transpose(1, 2).to(dtype)
-        flags_BEN, token_BEN = flags_BEN.sort(dim=-1, descending=True, stable=True)
-        self.selected_BEC = flags_BEN[..., :capacity]
-        self.token_BEC = token_BEN[..., :capacity]
+        # The order of a head's queries is nobody's concern where each sees all keys.
+        self.selected_BEC, self.token_BEC = flags_BEN.topk(capacity, dim=-1, sorted=False)
 
     @classmethod
     def fitting(cls, selected_BNE: Tensor, spare: float, dtype: torch.dtype) -> Slots | None:
@@ -46,7 +47,9 @@ class Slots:
         if not capacity or heads == 1:
             return None
         left_over = heads * capacity - sum(counts)
-        return cls(selected_BNE, capacity, dtype) if left_over <= (heads - 1) * spare else None
+        if left_over > min((heads - 1) * spare, WASTE * sum(counts)):
+            return None
+        return cls(selected_BNE, capacity, dtype)
 
     def take(self, x_BNEK: Tensor) -> Tensor:
         """Copy the queries of all slots, (B, E, C, ...), of a tensor (B, N, E, ...)."""
