@@ -21,35 +21,37 @@ class Slots:
     On a CPU.
 
     Args:
-        selected_BNE: whether each routed head is active.
+        flags_BEN: 1 where a token selected the head, 0 elsewhere, float32.
         capacity: C, slots of each head.
-        dtype: of ``selected_BEC``.
 
     Attributes:
         token_BEC: position of the query in each slot.
         selected_BEC: 1 for a query that selected the head, 0 in a slot left over.
     """
 
-    def __init__(self, selected_BNE: Tensor, capacity: int, dtype: torch.dtype) -> None:
-        flags_BEN = selected_BNE.transpose(1, 2).to(dtype)
+    def __init__(self, flags_BEN: Tensor, capacity: int) -> None:
         # The order of a head's queries is nobody's concern where each sees all keys.
         self.selected_BEC, self.token_BEC = flags_BEN.topk(capacity, dim=-1, sorted=False)
+        self._indices: dict[tuple[int, ...], Tensor] = {}
 
     @classmethod
-    def fitting(cls, selected_BNE: Tensor, spare: float, dtype: torch.dtype) -> Slots | None:
+    def fitting(cls, selected_BNE: Tensor, spare: float) -> Slots | None:
         """Slots for these queries; None where too many would be left over, or nothing is gained.
 
         Args:
+            selected_BNE: whether each routed head is active.
             spare: slots that may be left over for each head of each sample but the first.
         """
-        counts = selected_BNE.sum(dim=1).flatten().tolist()
-        capacity, heads = max(counts), len(counts)
+        flags_BEN = selected_BNE.transpose(1, 2).to(
+            torch.float32, memory_format=torch.contiguous_format
+        )
+        counts = flags_BEN.sum(dim=-1).flatten().tolist()
+        capacity, heads, rows = int(max(counts)), len(counts), int(sum(counts))
         if not capacity or heads == 1:
             return None
-        left_over = heads * capacity - sum(counts)
-        if left_over > min((heads - 1) * spare, WASTE * sum(counts)):
+        if heads * capacity - rows > min((heads - 1) * spare, WASTE * rows):
             return None
-        return cls(selected_BNE, capacity, dtype)
+        return cls(flags_BEN, capacity)
 
     def take(self, x_BNEK: Tensor) -> Tensor:
         """Copy the queries of all slots, (B, E, C, ...), of a tensor (B, N, E, ...)."""
@@ -66,10 +68,13 @@ class Slots:
 
     def mask(self, x_BECK: Tensor) -> Tensor:
         """Zero slots left over, in place."""
-        return x_BECK.mul_(self.selected_BEC.unsqueeze(-1))
+        return x_BECK.mul_(self.selected_BEC.unsqueeze(-1).to(x_BECK.dtype))
 
     def _lines(self, x_BNEK: Tensor) -> tuple[Tensor, Tensor]:
         lines, steps = memory_lines(x_BNEK, 3)
-        B, E, _ = self.token_BEC.shape
-        firsts = [[[b * steps[0] + e * steps[2]] for e in range(E)] for b in range(B)]
-        return lines, torch.add(torch.tensor(firsts), self.token_BEC, alpha=steps[1])
+        key = tuple(steps)
+        if key not in self._indices:
+            B, E, _ = self.token_BEC.shape
+            firsts = [[[b * steps[0] + e * steps[2]] for e in range(E)] for b in range(B)]
+            self._indices[key] = torch.add(torch.tensor(firsts), self.token_BEC, alpha=steps[1])
+        return lines, self._indices[key]

@@ -46,7 +46,7 @@ def forward(
         lse_BNE: likewise; None where no backward pass follows.
     """
     whole = not is_causal and mask_BENM is None
-    slots = _slots(selected_BNE, keys, q_BNEK.dtype) if whole else None
+    slots = _slots(selected_BNE, keys) if whole else None
     if slots is not None:
         y, lse = _forward(slots.take(q_BNEK), keys.k_BGMK, keys.v_BGMK, scale=scale)
         slots.put(y_BNHK[:, :, -selected_BNE.shape[2] :], slots.mask(y))
@@ -87,7 +87,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries (B, N, E, K), the keys and the values (B, G, M, K)."""
     whole = not is_causal and mask_BENM is None
-    slots = _slots(selected_BNE, keys, q_BNEK.dtype) if whole else None
+    slots = _slots(selected_BNE, keys) if whole else None
     if slots is not None:
         return _backward_of_slots(slots, grad_BNHK, y_BNHK, lse_BNE, q_BNEK, keys, scale)
     pairs = Pairs(selected_BNE)
@@ -147,10 +147,8 @@ def _backward_of_slots(
     return dq_BNEK, dk, dv
 
 
-def _slots(selected_BNE: Tensor, keys: KeyHeads, dtype: torch.dtype) -> Slots | None:
-    if keys.group > 1:
-        return None
-    return Slots.fitting(selected_BNE, _spare(keys), dtype)
+def _slots(selected_BNE: Tensor, keys: KeyHeads) -> Slots | None:
+    return Slots.fitting(selected_BNE, _spare(keys)) if keys.group == 1 else None
 
 
 def _rectangles(pairs: Pairs, keys: KeyHeads) -> Iterator[Block]:
