@@ -40,10 +40,7 @@ def attend(
     Returns:
         Gated head outputs (B, N, H, K), before the output projection.
     """
-    execution = execution_of(router, query, key, attn_mask, is_causal, dropout_p)
-    if execution == "sparse" and router.options.execution == "auto":
-        open_sight = attn_mask is None and not is_causal
-        execution = "dense" if open_sight and _is_uneven(routing.selected_BNE) else "sparse"
+    execution = execution_of(router, query, key, attn_mask, is_causal, dropout_p, routing)
     if execution == "sparse":
         y_BNHK = sparse_attention(
             query, key, value, routing.selected_BNE, attn_mask, is_causal, dropout_p, scale
@@ -63,15 +60,19 @@ def attend(
     return gate_heads(y_BNHK, routing.gates_BNH, in_place=not torch.is_grad_enabled())
 
 
-def _is_uneven(selected_BNE: Tensor) -> bool:
+def _is_uneven(routing: Routing) -> bool:
     """Whether the busiest head has far more queries than the others.
 
     A CPU gains on short sequences by giving all heads as many (:class:`moh.heads.slots.Slots`);
     of an uneven load that computes more than it skips.
     """
-    B, N, E = selected_BNE.shape
-    if selected_BNE.device.type != "cpu" or not 1 < N < LONG or torch.compiler.is_compiling():
+    B, N, _ = routing.gates_BNH.shape
+    if routing.gates_BNH.device.type != "cpu" or not 1 < N < LONG:
         return False
+    if torch.compiler.is_compiling():
+        return False
+    selected_BNE = routing.selected_BNE
+    E = selected_BNE.shape[-1]
     counts = selected_BNE.sum(dim=1).flatten().tolist()
     return max(counts) * B * E > UNEVEN * sum(counts)
 
@@ -98,8 +99,13 @@ def execution_of(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
+    routing: Routing | None = None,
 ) -> Literal["dense", "sparse"]:
-    """How :func:`attend` computes these arguments: the option, or for ``auto`` the faster way."""
+    """How :func:`attend` computes these arguments: the option, or for ``auto`` the faster way.
+
+    Args:
+        routing: of the router; None for an even load.
+    """
     execution, plan = router.options.execution, router.plan
     if plan.all_shared or q_BHNK.device.type == "meta":
         return "dense"
@@ -118,7 +124,10 @@ def execution_of(
         causal=is_causal or attn_mask is not None,
         training=torch.is_grad_enabled() and q_BHNK.requires_grad,
     )
-    return "sparse" if sparse_is_faster(shape) else "dense"
+    if not sparse_is_faster(shape):
+        return "dense"
+    uneven = routing is not None and not shape.causal and _is_uneven(routing)
+    return "dense" if uneven else "sparse"
 
 
 def set_execution(model: nn.Module, execution: Execution) -> None:

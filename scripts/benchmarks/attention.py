@@ -71,7 +71,7 @@ def attention_contenders(shape: AttentionShape) -> tuple[dict[str, Contender], s
         )
     router = build_router(1, shape.plan, RouterOptions(kind="query_norm"), nn.init.zeros_)
     with _gradients(shape.backward):
-        return found, execution_of(router, q, k, is_causal=shape.causal)
+        return found, execution_of(router, q, k, is_causal=shape.causal, routing=routing)
 
 
 def layer_contenders(shape: AttentionShape) -> tuple[dict[str, Contender], str]:
@@ -109,7 +109,7 @@ def layer_contenders(shape: AttentionShape) -> tuple[dict[str, Contender], str]:
         found[execution] = timed(model)
     if shape.reference_fits:
         found["reference"] = timed(replace_attention(copy.deepcopy(converted)))
-    q = torch.empty(1, shape.heads, shape.tokens, shape.head_dim, device=shape.device)
+    q = torch.empty(shape.batch, shape.heads, shape.tokens, shape.head_dim, device=shape.device)
     with _gradients(shape.backward):
         q.requires_grad_(shape.backward)
         return found, execution_of(converted[0].router, q, q, is_causal=shape.causal)

@@ -77,7 +77,9 @@ def measure_overheads(experiment: str, device: str, seconds: float, rounds: int)
 
 def prepared(experiment: str, device: str, folder: Path, *more: str) -> tuple[Config, Task]:
     """An experiment with its own settings, but for its length."""
-    overrides = [f"experiment={experiment}", f"trainer.device={device}", f"runs_dir={folder}"]
+    # Nothing is evaluated: the benchmarks need not be there.
+    overrides = [f"experiment={experiment}", "mode=train"]
+    overrides += [f"trainer.device={device}", f"runs_dir={folder}"]
     config = validate(compose_config([*overrides, *more]), paths=False)
     config.logger.wandb, config.logger.progress = "disabled", False
     config.trainer.samples = STEPS * config.trainer.global_batch
