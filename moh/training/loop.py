@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,15 +79,19 @@ class Trainer:
         self.device_batch = trainer.device_batch or trainer.global_batch // self.processes
         self.micro_batch = self.device_batch * self.processes
         self.ema: AveragedModel | None = None
+        self._average_of: Callable[..., None] | None = None
         if trainer.ema_decay is not None:
             average = get_ema_multi_avg_fn(trainer.ema_decay)
             self.ema = AveragedModel(model, multi_avg_fn=average)
+            self._average_of = average
         if trainer.activation_checkpointing:
             parallel.recompute_activations(model)
         if self.processes > 1:
             draw_for_all_processes(model)
         self.run_model = parallel.wrap(model, self.ema.module if self.ema else None, trainer)
-        self.device = next(model.parameters()).device
+        # Of the model (FSDP has put its own in) and, after a first update here, of its average.
+        self._parameters, self._averaged = list(model.parameters()), list[nn.Parameter]()
+        self.device = self._parameters[0].device
         self.routers = [router for _, router in routers(model)]
         self.optimizer = AdamW(
             task.param_groups(model, optim.weight_decay),
@@ -306,7 +310,7 @@ class Trainer:
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         limit = self.config.optim.clip_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = nn.utils.clip_grad_norm_(self._parameters, limit)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         finite = loss.isfinite() if self.scaler else loss.isfinite() & norm.isfinite()
@@ -315,9 +319,20 @@ class Trainer:
             self.scaler.update()
         else:
             self.optimizer.step()
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
+        self._average()
         return norm, finite
+
+    def _average(self) -> None:
+        """``AveragedModel.update_parameters`` without its walk through all modules."""
+        if self.ema is None or self._average_of is None:
+            return
+        if self._averaged:
+            with torch.no_grad():
+                self._average_of(self._averaged, self._parameters, self.ema.n_averaged)
+            self.ema.n_averaged += 1
+            return
+        self.ema.update_parameters(self.model)
+        self._averaged = list(self.ema.module.parameters())
 
     def _resume(self) -> None:
         path = checkpoint.newest(self.folder / "checkpoints")

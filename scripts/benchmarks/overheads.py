@@ -27,7 +27,7 @@ from moh.validation import validate
 from moh.worker import build_task
 
 EXPERIMENTS = ("demo/vit/moh_75", "demo/dit/moh_75", "demo/llm/moh_75")
-STEPS = 10  # of a turn
+STEPS = 20  # of a turn
 SETTINGS: tuple[str, ...] = ()  # further settings
 
 
