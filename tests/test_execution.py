@@ -185,6 +185,21 @@ def test_compilation_meets_no_graph_break(family, execution):
     same([getattr(one, "logits", one)], [getattr(other, "logits", other)])
 
 
+@pytest.mark.parametrize("execution", ["dense", "sparse", "auto"])
+def test_inference_of_a_wide_model_compiles_whole(execution):
+    """Its routers take another path than narrow ones and those that train."""
+    torch.manual_seed(0)
+    arguments = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 5}
+    arguments |= {"embed_dim": 256, "depth": 1, "num_heads": 4}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+    plan = moh.HeadPlan.from_ratio(*zip(*moh.head_shapes(model), strict=True), ratio=0.75)
+    moh.set_execution(moh.convert(model, plan), execution)
+    images = torch.randn(2, 1, 32, 32)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images), model(images))
+
+
 def test_a_compiled_training_step_equals_an_eager_one():
     """Forward and backward graph of a sparse model; the balance loss is read from it as ever."""
     model, arguments = converted("vit", execution="sparse")

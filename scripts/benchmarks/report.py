@@ -231,7 +231,7 @@ def figure(records: Sequence[Record]) -> Figure:
         panels[0].plot([], [], "x", color=MUTED, label="paper's Table 7")
         panels[0].plot([], [], ":", color=MUTED, label="limit")
         panels[0].set_ylabel("speed-up over MHA")
-        panels[0].legend(frameon=False, loc="upper left", fontsize=9)
+        panels[0].legend(frameon=False, loc="lower right", fontsize=9, ncols=2)
         sizes = sorted({record["tokens"] for record in records if _drawn(record)})
         for axes in panels:
             axes.set_xticks(sizes, [_short(size) for size in sizes])
