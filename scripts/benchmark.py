@@ -24,6 +24,7 @@ import torch
 from benchmarks import calibrate, suite
 from benchmarks.measure import environment, measure
 from benchmarks.models import ModelShape
+from benchmarks.report import SECTIONS
 from benchmarks.shape import DTYPES, AttentionShape
 from rich.console import Console
 from rich.table import Table
@@ -74,6 +75,14 @@ def parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text)
         _device(command)
+        if name == "suite":
+            command.add_argument(
+                "--sections",
+                nargs="+",
+                choices=list(SECTIONS),
+                metavar="SECTION",
+                help=f"measure these anew, keep the others: {', '.join(SECTIONS)}",
+            )
     return found
 
 
@@ -157,7 +166,7 @@ def main() -> int:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device cuda: no GPU is visible here; allowed: cpu")
         if options.what == "suite":
-            suite.run(options.device)
+            suite.run(options.device, options.sections or list(SECTIONS))
         elif options.what == "overheads":
             suite.run_overheads(options.device)
         elif options.what == "calibrate":

@@ -21,6 +21,7 @@ from benchmarks import models, overheads, report, suite
 from benchmarks.attention import attention_contenders, layer_contenders
 from benchmarks.calibrate import steps
 from benchmarks.reference import replace_attention
+from benchmarks.report import SECTIONS
 from benchmarks.shape import AttentionShape
 from benchmarks.timing import interleave, summarize
 
@@ -212,6 +213,31 @@ def test_the_page_says_what_was_measured(tmp_path):
     assert "| 1.25× | 1.60× |" in page
     assert "vit/moh_s_75, training step" in page
     assert (tmp_path / "speedup.png").stat().st_size > 10_000
+
+
+def test_a_section_is_measured_anew_beside_kept_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "RESULTS", tmp_path)
+    monkeypatch.setattr(suite, "SECONDS", 0.0)
+    sections = {name: SECTIONS[name] for name in ("table7", "long")}
+    monkeypatch.setattr(suite, "SECTIONS", sections)
+    monkeypatch.setattr(
+        suite, "measurements", lambda _: iter([(name, "attention", SMALL) for name in sections])
+    )
+    with pytest.raises(ValueError, match=r"no records of long in .*: measure all"):
+        suite.run("cpu", ["table7"])
+    suite.run("cpu", list(sections))
+    (path,) = tmp_path.glob("*/benchmark.json")
+    first = json.loads(path.read_text())
+    for record in first["measurements"]:
+        record["commit"] = "f" * 40
+    path.write_text(json.dumps(first))
+    suite.run("cpu", ["table7"])
+    anew, kept = json.loads(path.read_text())["measurements"]
+    assert (anew["section"], kept) == ("table7", first["measurements"][1])
+    assert anew["commit"] != kept["commit"]
+    assert (
+        "Sections not measured anew: at commit fffffff." in (path.parent / "README.md").read_text()
+    )
 
 
 def test_the_training_loop_is_timed_beside_a_bare_one(tmp_path, monkeypatch):

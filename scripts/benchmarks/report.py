@@ -105,7 +105,11 @@ def _within(record: Record, name: str) -> str:
 
 
 def _speed(where: Record, records: Sequence[Record]) -> Iterator[str]:
+    commits = {str(record.get("commit", where["commit"]))[:7] for record in records}
     yield from ("", _measured_by(where, "make benchmark"), "")
+    if earlier := sorted(commits - {str(where["commit"])[:7]}):
+        yield f"Sections not measured anew: at commit {', '.join(earlier)}."
+        yield ""
     yield (
         "All ways to compute a shape were timed in one process, in turns. Times are medians in "
         "ms; ratios are medians of each round's ratio to MHA, below 1 is faster. *Limit* is the "

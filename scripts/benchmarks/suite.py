@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from benchmarks.measure import environment, measure
 from benchmarks.models import ModelShape
 from benchmarks.overheads import EXPERIMENTS, measure_overheads
-from benchmarks.report import render
+from benchmarks.report import SECTIONS, render
 from benchmarks.shape import AttentionShape
 from moh.runner import write_json
 
@@ -103,18 +104,34 @@ def overhead_line(record: dict[str, Any]) -> str:
     )
 
 
-def run(device: str) -> None:
-    """Measure everything and write records, page and figure to ``results/benchmarks/``."""
+def run(device: str, sections: Sequence[str]) -> None:
+    """Measure and write records, page and figure to ``results/benchmarks/``.
+
+    Args:
+        sections: to be measured; records of the others are kept.
+
+    Raises:
+        ValueError: some are left out, and there is no record of them.
+    """
     where, folder = environment(), folder_here()
-    todo, records = list(measurements(device)), []
+    path = folder / "benchmark.json"
+    kept = json.loads(path.read_text()) if path.is_file() else {"measurements": []}
+    records = [record for record in kept["measurements"] if record["section"] not in sections]
+    missing = set(SECTIONS) - set(sections) - {record["section"] for record in records}
+    if missing:
+        raise ValueError(f"no records of {', '.join(sorted(missing))} in {path}: measure all")
+    for record in records:
+        record.setdefault("commit", kept["environment"]["commit"])
+    todo = [measurement for measurement in measurements(device) if measurement[0] in sections]
     for number, (section, what, shape) in enumerate(todo, start=1):
-        record: dict[str, Any] = {"section": section}
+        record = {"section": section, "commit": where["commit"]}
         record |= measure(what, shape, SECONDS, ROUNDS)
         records.append(record)
         if device == "cuda":
             torch.cuda.empty_cache()
         print(f"{number}/{len(todo)}  {line(record)}", file=sys.stderr, flush=True)
-    write_json(folder / "benchmark.json", {"environment": where, "measurements": records})
+    records.sort(key=lambda record: list(SECTIONS).index(record["section"]))
+    write_json(path, {"environment": where, "measurements": records})
     print(render(folder))
 
 
