@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -174,10 +175,11 @@ def end_with_parent() -> None:
     So Ctrl-C is told once, and a parent that was killed leaves no orphans.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
+    # A server that forks (the default from Python 3.14 on) outlives the process that asked it to.
+    server, parent = os.getppid(), multiprocessing.parent_process()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == server and (parent is None or parent.is_alive()):
             time.sleep(1)
         os._exit(1)
 
