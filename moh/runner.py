@@ -274,11 +274,20 @@ def _follow(folder: Path, config: Config, arguments: Sequence[str]) -> None:
 
 def _check_writable(path: Path) -> None:
     """Refuse a folder that cannot be made or written to, before any work."""
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    path = path.absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
     if not existing.is_dir():
         raise RunError(f"cannot write to {path}: {existing} is a file")
     if not os.access(existing, os.W_OK):
         raise RunError(f"cannot write to {path}: no permission in {existing}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write to {path}: {error.strerror}") from None
+    # The record makes it; a run that fails leaves nothing.
+    while path != existing and not any(path.iterdir()):
+        path.rmdir()
+        path = path.parent
 
 
 def _remove_if_empty(folder: Path, top: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import re
+import pickletools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def read_torch_file(path: Path) -> Any:
     try:
         return _load(path)
     except pickle.UnpicklingError as error:
-        if names := _foreign(path, str(error)):
+        if names := _foreign(path):
             raise RunError(
                 f"{path} is refused: it holds more than tensors and could run code ({names})"
             ) from None
@@ -58,18 +58,37 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _foreign(path: Path, message: str) -> str:
+def _foreign(path: Path) -> str:
     """Names of what a pickle would call, listed without calling it."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # of another form than PyTorch's zip archive: what was met first
-        names = re.findall(r"GLOBAL ([\w.]+)", message)
+        names = _called(path)
     names = [name for name in names if name != "argparse.Namespace"]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
+def _called(path: Path) -> list[str]:
+    """What a plain pickle would call, read off its instructions."""
+    found, words = [], [""]
+    with path.open("rb") as file:
+        try:
+            for code, argument, _ in pickletools.genops(file):
+                if code.name in ("GLOBAL", "INST"):
+                    found.append(str(argument).replace(" ", "."))
+                elif code.name == "STACK_GLOBAL":
+                    found.append(".".join(words[-2:]))
+                elif isinstance(argument, str):
+                    words.append(argument)
+        except ValueError:
+            pass  # no pickle to its end: what was read before
+    return sorted(set(found))
+
+
 def _reason(error: Exception) -> str:
     """The first sentence of a message."""
+    if "zip archive" in str(error):
+        return "the file is incomplete or damaged"
     line = next(iter(str(error).strip().splitlines()), "")
     return line.partition(". ")[0] or type(error).__name__

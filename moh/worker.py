@@ -84,12 +84,13 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     samples = load_weights(config, folder, model) if config.mode == "eval" else None
     if config.mode == "eval":
         task.check_evaluation()
+    budget = config.weights_at or config.trainer.samples or 1
     record: dict[str, Any] = {
         "run_id": identity,
         "name": record_name(config),
         "protocol": config.protocol,
         "status": "partial",
-        "share": 0.0,
+        "share": (samples or 0) / budget,
         "seed": config.seed,
         **describe(config, model),
         "data": task.fingerprint(),
@@ -117,7 +118,6 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     if distribution.is_main():
         write_json(folder / "run.json", record)
     failed, trainer = True, None
-    budget = config.weights_at or config.trainer.samples
     try:
         with RunProgress(identity, config.logger.progress) as progress:
             scored = model

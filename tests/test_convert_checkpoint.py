@@ -317,6 +317,7 @@ def test_bad_sources_are_one_line_and_leave_nothing(tmp_path, capsys):
     (tmp_path / "empty.pth").touch()
     (tmp_path / "odd.pth").write_bytes(b"\x80\x02no pickle at all")
     (tmp_path / "plain.pth").write_bytes(pickle.dumps(Call(), protocol=2))
+    (tmp_path / "newer.pth").write_bytes(pickle.dumps(Call(), protocol=4))
     (tmp_path / "there").mkdir()
     other = [s.replace("heads.num_shared=[2,4,2,3]", "heads.num_shared=[2,4,1,3]") for s in VIT]
     for source, out, settings, message in (
@@ -327,6 +328,7 @@ def test_bad_sources_are_one_line_and_leave_nothing(tmp_path, capsys):
         ("empty.pth", "out", VIT, r"empty\.pth is not a checkpoint: it is empty"),
         ("odd.pth", "out", VIT, r"cannot read .*odd\.pth|odd\.pth is not a checkpoint"),
         ("plain.pth", "out", VIT, r"plain\.pth is refused: .*could run code \(.*print\)"),
+        ("newer.pth", "out", VIT, r"newer\.pth is refused: .*could run code \(.*print\)"),
         ("code.pth", "out", VIT, r"code\.pth is refused: .*could run code \(.*print.*\)"),
         (
             "keys.pth",

@@ -229,6 +229,8 @@ def test_a_results_folder_that_cannot_be_is_refused_before_any_work(tmp_path):
     config = tiny("vit", tmp_path, f"results_dir={tmp_path}/file/results")
     with pytest.raises(RunError, match=r"cannot write to .*file is a file"):
         run(config)
+    with pytest.raises(RunError, match="cannot write to /proc/moh/results: No such file"):
+        run(tiny("vit", tmp_path, "results_dir=/proc/moh/results"))
     assert not folder_of(config).exists()
 
 
