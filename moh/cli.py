@@ -171,8 +171,7 @@ def _allowed(key: str, overrides: Sequence[str]) -> str:
         known = []
     if not known:
         return ""
-    prefix = f"{parent}." if parent else ""
-    close = nearest(leaf, known).replace(": ", f": {prefix}").replace(", ", f", {prefix}")
+    close = nearest(leaf, known, prefix=f"{parent}." if parent else "")
     return close or f"; allowed here: {', '.join(known)}"
 
 

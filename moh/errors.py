@@ -17,11 +17,15 @@ class StoppedError(RunError):
     EXIT_STATUS = 75
 
 
-def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
-    """``; nearest: a, b`` for the names most like ``word``, or an empty string."""
+def nearest(word: str, known: Iterable[str], most: int = 3, prefix: str = "") -> str:
+    """``; nearest: a, b`` for the names most like ``word``, or an empty string.
+
+    Args:
+        prefix: written before each name.
+    """
     known = list(known)
     close = difflib.get_close_matches(word, known, n=most, cutoff=0.5)
     # A right ending in a wrong folder is a frequent slip that difflib scores low.
     tail = word.rsplit("/", 1)[-1]
     close += [name for name in known if name.rsplit("/", 1)[-1] == tail and name not in close]
-    return f"; nearest: {', '.join(close[:most])}" if close else ""
+    return f"; nearest: {', '.join(prefix + name for name in close[:most])}" if close else ""

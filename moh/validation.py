@@ -120,8 +120,7 @@ def _check_keys(config: DictConfig, prefix: str = "") -> None:
     known = {field.name for field in dataclasses.fields(kind)}
     for key in map(str, config):
         if key not in known:
-            close = nearest(key, known).replace(": ", f": {prefix}").replace(", ", f", {prefix}")
-            raise ValueError(f"unknown key {prefix}{key}{close}")
+            raise ValueError(f"unknown key {prefix}{key}{nearest(key, known, prefix=prefix)}")
         value = config._get_node(key)
         if isinstance(value, DictConfig) and not value._is_none() and not value._is_missing():
             _check_keys(value, f"{prefix}{key}.")
