@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -284,10 +284,11 @@ def _check_writable(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"cannot write to {path}: {error.strerror}") from None
-    # The record makes it; a run that fails leaves nothing.
-    while path != existing and not any(path.iterdir()):
-        path.rmdir()
-        path = path.parent
+    # The record makes it; a run that fails leaves nothing. Another run may be using it by now.
+    with suppress(OSError):
+        while path != existing:
+            path.rmdir()
+            path = path.parent
 
 
 def _remove_if_empty(folder: Path, top: Path) -> None:
