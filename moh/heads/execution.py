@@ -10,14 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moh.heads.router import Execution, Router, Routing
-from moh.heads.sparse import backend_for, sparse_attention
+from moh.heads.slots import Load
+from moh.heads.sparse import backend_for, gated_attention, sparse_attention
 from moh.heads.thresholds import Shape, sparse_is_faster
-
-# Of a load of 1 / i by head, half active, sparse over dense on two cores was 1.30 at 256 queries,
-# 1.15 at 384 and 0.80 at 512.
-LONG = 512  # queries from which on a load may be as uneven as it will
-# An even load's busiest head has 1.1 times the mean; at 256 queries the gain is gone by about 1.4.
-UNEVEN = 1.3  # queries of the busiest head over the mean
 
 
 def attend(
@@ -43,8 +38,18 @@ def attend(
     Returns:
         Gated head outputs (B, N, H, K), before the output projection.
     """
-    execution = execution_of(router, query, key, attn_mask, is_causal, dropout_p, routing)
+    gates_BNH, inference = routing.gates_BNH, not torch.is_grad_enabled()
+    load = None
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Without gradients nobody has found yet which heads are selected.
+        load = Load(gates_BNH[..., router.plan.num_shared :] if inference else routing.selected_BNE)
+    execution = execution_of(router, query, key, attn_mask, is_causal, dropout_p, load)
     if execution == "sparse":
+        plain = attn_mask is None and not is_causal and not dropout_p
+        if inference and plain and load is not None and key.shape[1] == query.shape[1]:
+            y_BNHK = gated_attention(query, key, value, gates_BNH, load, scale)
+            if y_BNHK is not None:
+                return y_BNHK
         y_BNHK = sparse_attention(
             query, key, value, routing.selected_BNE, attn_mask, is_causal, dropout_p, scale
         )
@@ -60,24 +65,7 @@ def attend(
             enable_gqa=key.shape[1] != query.shape[1],
         ).transpose(1, 2)
     # Without gradients nobody else holds the heads' outputs, and gating needs no second copy.
-    return gate_heads(y_BNHK, routing.gates_BNH, in_place=not torch.is_grad_enabled())
-
-
-def _is_uneven(routing: Routing) -> bool:
-    """Whether the busiest head has far more queries than the others.
-
-    A CPU gains on short sequences by giving all heads as many (:class:`moh.heads.slots.Slots`);
-    of an uneven load that computes more than it skips.
-    """
-    B, N, _ = routing.gates_BNH.shape
-    if routing.gates_BNH.device.type != "cpu" or not 1 < N < LONG:
-        return False
-    if torch.compiler.is_compiling():
-        return False
-    selected_BNE = routing.selected_BNE
-    E = selected_BNE.shape[-1]
-    counts = selected_BNE.sum(dim=1).flatten().tolist()
-    return max(counts) * B * E > UNEVEN * sum(counts)
+    return gate_heads(y_BNHK, gates_BNH, in_place=inference)
 
 
 def gate_heads(y_BNHK: Tensor, gates_BNH: Tensor, in_place: bool = False) -> Tensor:
@@ -102,12 +90,12 @@ def execution_of(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
-    routing: Routing | None = None,
+    load: Load | None = None,
 ) -> Literal["dense", "sparse"]:
     """How :func:`attend` computes these arguments: the option, or for ``auto`` the faster way.
 
     Args:
-        routing: of the router; None for an even load.
+        load: of the routed heads; None for an even one.
     """
     execution, plan = router.options.execution, router.plan
     if plan.all_shared or q_BHNK.device.type == "meta":
@@ -127,10 +115,13 @@ def execution_of(
         causal=is_causal or attn_mask is not None,
         training=torch.is_grad_enabled() and q_BHNK.requires_grad,
     )
-    if not sparse_is_faster(shape):
-        return "dense"
-    uneven = routing is not None and not shape.causal and _is_uneven(routing)
-    return "dense" if uneven else "sparse"
+    faster = sparse_is_faster(shape)
+    if faster and load is not None and not sparse_is_faster(shape, uneven=True):
+        # Where an even load alone pays, it is because each head is given as many queries as the
+        # busiest one has: what is left over at the others is not skipped.
+        computed = plan.num_shared + plan.top_k * load.busiest_over_mean
+        faster = sparse_is_faster(shape._replace(skipped=1 - computed / plan.num_heads))
+    return "sparse" if faster else "dense"
 
 
 def set_execution(model: nn.Module, execution: Execution) -> None:

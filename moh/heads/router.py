@@ -289,13 +289,15 @@ class TwoStageRouter(Router):
         shared_BN1, routed_BN1 = logits["stage"].softmax(dim=-1).split(1, dim=-1)
         gates_BNH = logits_BNE.new_zeros((*logits_BNE.shape[:-1], plan.num_heads))
         gates_BNS, gates_BNE = gates_BNH.split([plan.num_shared, plan.num_routed], dim=-1)
-        shared_BN1 = shared_BN1 * (2 * plan.num_shared)
         if "shared" in logits:
-            torch.mul(logits["shared"].softmax(dim=-1), shared_BN1, out=gates_BNS)
+            shared_BNS = logits["shared"].softmax(dim=-1)
+            gates_BNS.addcmul_(shared_BNS, shared_BN1, value=2 * plan.num_shared)
         else:
-            gates_BNS.copy_(shared_BN1)
+            torch.mul(shared_BN1, 2, out=gates_BNS)
         # Probabilities over the sum of the selected ones: the softmax of these logits alone.
-        active_BNk = top_BNk.softmax(dim=-1) * (routed_BN1 * (2 * plan.top_k))
+        active_BNk = top_BNk.softmax(dim=-1)
+        zero = active_BNk.new_zeros(())
+        torch.addcmul(zero, active_BNk, routed_BN1, value=2 * plan.top_k, out=active_BNk)
         gates_BNE.scatter_(-1, index_BNk, active_BNk)
         return self.record(InferredRouting.of(gates_BNH, logits_BNE, index_BNk), mask_BN)
 

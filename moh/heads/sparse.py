@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moh.heads import sparse_flash, sparse_math
 from moh.heads.pairs import KeyHeads, Pairs, accumulator
+from moh.heads.slots import Load
 
 LARGEST_TRITON_HEAD = 256
 
@@ -93,6 +94,32 @@ def sparse_attention(
         backend_for(q_BHNK, attn_mask, dropout_p),
     )
     return y_BNHK
+
+
+def gated_attention(
+    q_BHNK: Tensor,
+    k_BHMK: Tensor,
+    v_BHMK: Tensor,
+    gates_BNH: Tensor,
+    load: Load,
+    scale: float | None = None,
+) -> Tensor | None:
+    """Attention of the active heads and their gates at once, where that is known and pays.
+
+    It is on a CPU, without gradients, mask, causality, dropout and shared key heads.
+
+    Args:
+        k_BHMK: a key head for each head; likewise the values.
+        gates_BNH: of all heads; shared heads come first.
+        load: of the gates of the routed heads.
+
+    Returns:
+        (B, N, H, K), zero for a head that is not active; None where it does not pay.
+    """
+    q_BHNK, k_BHMK, v_BHMK = _as_autocast(q_BHNK, k_BHMK, v_BHMK)
+    if scale is None:
+        scale = 1 / math.sqrt(q_BHNK.shape[-1])
+    return sparse_flash.forward_gated(q_BHNK, k_BHMK, v_BHMK, gates_BNH, load, scale)
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

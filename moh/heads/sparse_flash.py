@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moh.heads.pairs import Block, Gradients, KeyHeads, Pairs, accumulator
-from moh.heads.slots import Slots
+from moh.heads.slots import Load, Slots
 
 PIECE = 256  # queries of a head that causal or masked attention takes at a time
 CHUNK = 384  # keys that the causal backward pass takes at a time
@@ -46,10 +46,10 @@ def forward(
         lse_BNE: likewise; None where no backward pass follows.
     """
     whole = not is_causal and mask_BENM is None
-    slots = _slots(selected_BNE, keys) if whole else None
+    slots = _slots(Load(selected_BNE), keys) if whole else None
     if slots is not None:
         y, lse = _forward(slots.take(q_BNEK), keys.k_BGMK, keys.v_BGMK, scale=scale)
-        slots.put(y_BNHK[:, :, -selected_BNE.shape[2] :], slots.mask(y))
+        slots.put(y_BNHK[:, :, -selected_BNE.shape[2] :], slots.weigh(y))
         if lse_BNE is not None:
             slots.put(lse_BNE, lse)
         return
@@ -74,6 +74,35 @@ def forward(
             pairs.put(lse_BNE.flatten(0, 1), block, lse)
 
 
+def forward_gated(
+    q_BHNK: Tensor, k_BHMK: Tensor, v_BHMK: Tensor, gates_BNH: Tensor, load: Load, scale: float
+) -> Tensor | None:
+    """Gated outputs (B, N, H, K) of all heads, without gradients; None where slots do not pay.
+
+    Bidirectional, without a mask. Gates are multiplied as outputs are written: a slot left over
+    has none, and no pass over all outputs follows.
+
+    Args:
+        k_BHMK: a key head for each head; likewise the values.
+        load: of the gates of the routed heads, which are the last.
+    """
+    (B, H, N, K), E = q_BHNK.shape, load.num_heads
+    S = H - E
+    keys = KeyHeads(k_BHMK[:, S:], v_BHMK[:, S:], 1, 0)
+    slots = _slots(load, keys)
+    if slots is None:
+        return None
+    y_BNHK = q_BHNK.new_zeros((B, N, H, K))
+    if S:
+        y_BSNK = _forward(q_BHNK[:, :S], k_BHMK[:, :S], v_BHMK[:, :S], scale=scale)[0]
+        gates_BNS1 = gates_BNH[..., :S, None].to(y_BSNK.dtype)
+        torch.mul(y_BSNK.transpose(1, 2), gates_BNS1, out=y_BNHK[:, :, :S])
+    q_BNEK = q_BHNK[:, S:].transpose(1, 2)
+    y_BECK = _forward(slots.take(q_BNEK), keys.k_BGMK, keys.v_BGMK, scale=scale)[0]
+    slots.put(y_BNHK[:, :, S:], slots.weigh(y_BECK))
+    return y_BNHK
+
+
 def backward(
     grad_BNHK: Tensor,
     y_BNHK: Tensor,
@@ -87,7 +116,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries (B, N, E, K), the keys and the values (B, G, M, K)."""
     whole = not is_causal and mask_BENM is None
-    slots = _slots(selected_BNE, keys) if whole else None
+    slots = _slots(Load(selected_BNE), keys) if whole else None
     if slots is not None:
         return _backward_of_slots(slots, grad_BNHK, y_BNHK, lse_BNE, q_BNEK, keys, scale)
     pairs = Pairs(selected_BNE)
@@ -132,7 +161,7 @@ def _backward_of_slots(
     grad, y = slots.take(grad_BNHK[:, :, -E:]), slots.take(y_BNHK[:, :, -E:])
     # With a gradient of zero a slot left over adds nothing to any other gradient.
     dq, dk, dv = _backward(
-        slots.mask(grad),
+        slots.weigh(grad),
         slots.take(q_BNEK),
         keys.k_BGMK,
         keys.v_BGMK,
@@ -147,8 +176,9 @@ def _backward_of_slots(
     return dq_BNEK, dk, dv
 
 
-def _slots(selected_BNE: Tensor, keys: KeyHeads) -> Slots | None:
-    return Slots.fitting(selected_BNE, _spare(keys)) if keys.group == 1 else None
+def _slots(load: Load, keys: KeyHeads) -> Slots | None:
+    """Slots, where they pay; a key head of its own for each head is what their call knows."""
+    return Slots.fitting(load, _spare(keys)) if keys.group == 1 else None
 
 
 def _rectangles(pairs: Pairs, keys: KeyHeads) -> Iterator[Block]:

@@ -17,6 +17,7 @@ from benchmarks.reference import plain_attention, replace_attention
 from benchmarks.shape import DTYPES, AttentionShape
 from benchmarks.timing import Contender
 from moh.heads import HeadPlan, RouterOptions, Routing, attend, build_router, execution_of
+from moh.heads.slots import Load
 
 EXECUTIONS = ("dense", "sparse", "auto")
 
@@ -36,11 +37,15 @@ def attention_contenders(shape: AttentionShape) -> tuple[dict[str, Contender], s
     )
     torch.manual_seed(0)
     options = {"dtype": DTYPES[shape.dtype], "device": shape.device}
-    # In memory as a projection leaves them: token by token.
+    # In memory as a projection leaves them, token by token, or as a cache does, head by head.
     q, k, v = (
-        torch.randn(B, length, heads, K, **options).transpose(1, 2).requires_grad_(shape.backward)
+        torch.randn(B, length, heads, K, **options).transpose(1, 2)
         for length, heads in ((N, H), (M, G), (M, G))
     )
+    if M > N:
+        k, v = k.contiguous(), v.contiguous()
+    for x in (q, k, v):
+        x.requires_grad_(shape.backward)
     selected = shape.select()
     shared = selected.new_ones(B, N, shape.plan.num_shared)
     gates = torch.cat([shared, selected], dim=-1).float().requires_grad_(shape.backward)
@@ -71,7 +76,7 @@ def attention_contenders(shape: AttentionShape) -> tuple[dict[str, Contender], s
         )
     router = build_router(1, shape.plan, RouterOptions(kind="query_norm"), nn.init.zeros_)
     with _gradients(shape.backward):
-        return found, execution_of(router, q, k, is_causal=shape.causal, routing=routing)
+        return found, execution_of(router, q, k, is_causal=shape.causal, load=Load(selected))
 
 
 def layer_contenders(shape: AttentionShape) -> tuple[dict[str, Contender], str]:
