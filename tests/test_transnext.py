@@ -17,6 +17,7 @@ from moh.backbones.published.vit import from_published, to_published
 from moh.backbones.transnext import HEAD_BUDGETS, SIZES
 from moh.backbones.transnext_attention import AggregatedAttention, TransNeXtAttention
 from moh.backbones.transnext_positions import relative_coords
+from moh.backbones.transnext_windows import add_window_values, window_dots
 from moh.heads import Routing, routers
 
 ROOT = Path(__file__).parents[1]
@@ -198,6 +199,34 @@ def test_aggregated_attention_is_its_definition_token_by_token():
             heads.append(output)
         tokens.append(layer.proj(torch.cat(heads)))
     assert_same(layer(x)[0], torch.stack(tokens), layer, x)
+
+
+@pytest.mark.parametrize(("grid", "window"), [((4, 5), 3), ((2, 3), 5), ((1, 1), 3), ((3, 3), 1)])
+def test_windows_and_their_gradients_are_those_of_unfolded_neighbours(grid, window):
+    """The gradients are written out by hand: against numbers, and against PyTorch's own."""
+    torch.manual_seed(0)
+    q, k, v, y = (torch.randn(2, *grid, 3, 4, dtype=torch.float64) for _ in range(4))
+    weight = torch.randn(2, *grid, 3, window**2, dtype=torch.float64)
+    tensors = [x.requires_grad_() for x in (q, k, v, y, weight)]
+
+    def unfolded(x):
+        maps = x.flatten(3).permute(0, 3, 1, 2)
+        found = F.unfold(maps, window, padding=window // 2)
+        return found.view(2, 3, 4, window**2, *grid).permute(0, 4, 5, 1, 2, 3)
+
+    dots = window_dots(q, k, window)
+    added = add_window_values(y, weight, v, window)
+    by_definition = torch.einsum("byxhk,byxhkw->byxhw", q, unfolded(k))
+    sums = y + torch.einsum("byxhw,byxhkw->byxhk", weight, unfolded(v))
+    torch.testing.assert_close(dots, by_definition)
+    torch.testing.assert_close(added, sums)
+    upstream = torch.randn_like(dots), torch.randn_like(added)
+    ours = torch.autograd.grad([dots, added], tensors, upstream)
+    theirs = torch.autograd.grad([by_definition, sums], tensors, upstream)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.autograd.gradcheck(lambda q, k: window_dots(q, k, window), (q, k))
+    torch.autograd.gradcheck(lambda *xs: add_window_values(*xs, window), (y, weight, v))
 
 
 def test_relative_coordinates_keep_their_scale_at_another_image_size():

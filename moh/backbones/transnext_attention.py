@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moh.backbones.convert import Wiring, register_wiring
 from moh.backbones.transnext_positions import Size, on_grid, outside_window, relative_coords
+from moh.backbones.transnext_windows import add_window_values, window_dots
 from moh.backbones.vit import trunc_normal_init
 from moh.heads import Router, attend, gate_heads
 from moh.heads.router import no_autocast
@@ -251,23 +252,10 @@ class AggregatedAttention(PositionBiasedAttention):
         pooled = F.adaptive_avg_pool2d(image, self.key_grid())
         return self.norm(pooled.flatten(2).transpose(1, 2))
 
-    def windows(self, x_BNHK: Tensor) -> list[Tensor]:
-        """Each token's W neighbours, as W shifted views (B, Y, X, H, K); zero outside the grid."""
-        radius, (height, width) = self.window_size // 2, self.grid
-        padded = F.pad(on_grid(x_BNHK, self.grid), (0, 0, 0, 0, *[radius] * 4))
-        return [
-            padded[:, y : y + height, x : x + width]
-            for y in range(self.window_size)
-            for x in range(self.window_size)
-        ]
-
     def local_logits(self, scaled_q_BHNK: Tensor, k_BNHK: Tensor) -> Tensor:
         """Logits of each token's neighbours (B, H, N, W), -inf outside the grid."""
         q_BYXHK = on_grid(scaled_q_BHNK.transpose(1, 2), self.grid)
-        # Autocast would copy each product to float32 before a sum of no given dtype.
-        dtype = q_BYXHK.dtype
-        dots = [(q_BYXHK * k).sum(-1, dtype=dtype) for k in self.windows(k_BNHK)]
-        logits = torch.stack(dots, dim=-1)
+        logits = window_dots(q_BYXHK, on_grid(k_BNHK, self.grid), self.window_size)
         bias_HNW = self.relative_pos_bias_local.unsqueeze(1).masked_fill(self.outside_NW, -math.inf)
         return logits.flatten(1, 2).transpose(1, 2) + bias_HNW
 
@@ -289,10 +277,12 @@ class AggregatedAttention(PositionBiasedAttention):
         local_BHNW = local_BHNW + (unit_q_BHNK @ self.learnable_tokens + self.learnable_bias)
 
         pooled_BNHK = (pooled_BHNM @ pooled_v_BMHK.transpose(1, 2)).transpose(1, 2)
-        y_BYXHK = on_grid(pooled_BNHK, self.grid)
-        local_BYXH1W = on_grid(local_BHNW.transpose(1, 2), self.grid).unsqueeze(-2)
-        for weight, v in zip(local_BYXH1W.unbind(-1), self.windows(v_BNHK), strict=True):
-            y_BYXHK = torch.addcmul(y_BYXHK, weight, v)
+        y_BYXHK = add_window_values(
+            on_grid(pooled_BNHK, self.grid),
+            on_grid(local_BHNW.transpose(1, 2), self.grid),
+            on_grid(v_BNHK, self.grid),
+            self.window_size,
+        )
         return y_BYXHK.flatten(1, 2), q_BHNK
 
 
