@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 
 EXPERIMENT_FILES = Path(__file__).resolve().parent.parent / "conf" / "experiment"
+HEADS_FILES = EXPERIMENT_FILES.parent / "heads"
 
 # Control -> what it sets in the heads of the model that it is compared with.
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -25,6 +27,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "paper": {"gate_scale": "paper"},
 }
 
+_HEADS = re.compile(r"override /heads: (\w+)")
 _NUMBER = r"\d+(?:\.\d+)?"
 _POINT = re.compile(
     rf"(?P<folder>(?:.*/)?)(?P<kind>ratio|moh)_(?P<percent>{_NUMBER})"
@@ -85,9 +88,18 @@ def experiment_of(base: str, point: Point) -> str:
         raise ValueError(f"base {base!r} is no baseline: its name must have mha in its last part")
     folder, rest = match["folder"], match["rest"]
     own = f"{folder}moh_{percent(point.ratio)}{rest}"
-    if point == Point(point.ratio) and (EXPERIMENT_FILES / f"{own}.yaml").is_file():
+    if point == Point(point.ratio) and _has_heads_of(EXPERIMENT_FILES / f"{own}.yaml", point):
         return own
     return f"{folder}{point.id}{rest}"
+
+
+def _has_heads_of(file: Path, point: Point) -> bool:
+    """Whether an experiment has an even plan of this ratio, and nothing else of its own."""
+    if not file.is_file():
+        return False
+    found = _HEADS.search(file.read_text())
+    heads = HEADS_FILES / f"{found[1]}.yaml" if found else None
+    return heads is not None and yaml.safe_load(heads.read_text()).get("ratio") == point.ratio
 
 
 def point_of(name: str) -> tuple[str, Point] | None:

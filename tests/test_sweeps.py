@@ -68,10 +68,15 @@ def test_other_names_are_no_points_of_a_sweep(name):
     assert point_of(name) is None  # demo/vit/ratio_50 goes by demo/vit/moh_50
 
 
+def test_a_file_with_a_plan_of_its_own_is_no_point_of_a_sweep():
+    """demo/smollm2/moh_75 has the continue-tuning router and its heads."""
+    assert point_of("demo/smollm2/moh_75") is None
+    assert experiment_of("demo/smollm2/mha", Point(0.75)) == "demo/smollm2/ratio_75"
+    assert experiment_of("demo/vit/mha", Point(0.75)) == "demo/vit/moh_75"
+
+
 def test_a_file_that_stands_for_a_point_has_its_ratio():
     names = [str(p.relative_to(CONF / "experiment").with_suffix("")) for p in FILES]
-    # Continue-tuning has a plan and a router of its own.
-    names = [name for name in names if "/smollm2/" not in name]
     points_of_files = {name: found for name in names if (found := point_of(name)) is not None}
     assert set(points_of_files) == {f"demo/{f}/moh_{p}" for f in FAMILIES for p in (50, 75)}
     for name, (_, point) in points_of_files.items():
