@@ -125,6 +125,8 @@ def test_the_record_says_what_was_run(tmp_path):
     assert len(record["head_plan"]) == 2
     assert record["versions"]["torch"] == torch.__version__
     assert record["hardware"]["threads"] == torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert record["hardware"]["cpu_kind"].split(", ")[-1] == capability
     assert len(record["data"]["sha256"]) == 64
     assert record["seconds"]["train"] > 0
     metrics = json.loads((target / "metrics.json").read_text())["metrics"]

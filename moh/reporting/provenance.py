@@ -7,6 +7,7 @@ import platform
 import resource
 import subprocess
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def hardware(world_size: int = 1) -> dict[str, Any]:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_name(),
+        "cpu_kind": _cpu_kind(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
@@ -85,13 +87,26 @@ def hardware(world_size: int = 1) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_kind() -> str:
+    """What moves the last digits where two processors share a name: design and vector units."""
+    info = _cpu_info()
+    keys = ("cpu family", "model", "stepping")
+    design = [f"{key.removeprefix('cpu ')} {info[key]}" for key in keys if key in info]
+    return ", ".join([*design, torch.backends.cpu.get_cpu_capability()])
+
+
+@cache
+def _cpu_info() -> dict[str, str]:
+    """What Linux says of the first processor; nothing elsewhere."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def reset_peak_memory() -> None:
