@@ -23,7 +23,6 @@ from moh.heads import (
     attend,
     build_router,
     execution_of,
-    sparse_attention,
     thresholds,
 )
 from moh.heads.thresholds import Shape, kind_of_work, sparse_is_faster
@@ -185,12 +184,13 @@ def test_compilation_meets_no_graph_break(family, execution):
     same([getattr(one, "logits", one)], [getattr(other, "logits", other)])
 
 
+@pytest.mark.parametrize("num_heads", [4, 8])  # one shared head, two of them
 @pytest.mark.parametrize("execution", ["dense", "sparse", "auto"])
-def test_inference_of_a_wide_model_compiles_whole(execution):
+def test_inference_of_a_wide_model_compiles_whole(execution, num_heads):
     """Its routers take another path than narrow ones and those that train."""
     torch.manual_seed(0)
     arguments = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 5}
-    arguments |= {"embed_dim": 256, "depth": 1, "num_heads": 4}
+    arguments |= {"embed_dim": 256, "depth": 1, "num_heads": num_heads}
     model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
     plan = moh.HeadPlan.from_ratio(*zip(*moh.head_shapes(model), strict=True), ratio=0.75)
     moh.set_execution(moh.convert(model, plan), execution)
@@ -223,16 +223,20 @@ def router_of(num_heads=8, num_shared=2, top_k=2, **options):
 
 
 @pytest.fixture
-def steps(monkeypatch):
+def least_keys(monkeypatch):
     """Thresholds of the tests' own."""
     found = {
         "head_dim": 64,
         "devices": {
             "cpu": {
-                "steps": {
-                    "bidirectional inference": [[0.25, 1000, 1], [0.5, 100, 1], [0.5, 50, 80]],
-                    "causal training": [[0.5, 300, 1]],
-                    "one query": [[0.5, 4000, 1]],
+                "least_keys": {
+                    "bidirectional inference": {
+                        "20": {"0.1": None, "0.25": 1600, "0.5": 100},
+                        "80": {"0.25": 800, "0.5": 50},
+                    },
+                    "bidirectional inference, uneven": {"20": {"0.5": 300}},
+                    "causal training": {"20": {"0.5": 300}},
+                    "one query": {"20": {"0.5": 4000}},
                 }
             }
         },
@@ -240,16 +244,21 @@ def steps(monkeypatch):
     monkeypatch.setattr(thresholds, "MEASURED", found)
 
 
-@pytest.mark.usefixtures("steps")
+@pytest.mark.usefixtures("least_keys")
 @pytest.mark.parametrize(
     ("shape", "faster"),
     [
         (Shape("cpu", 100, 100, 64, 8, 0.5, False, False), True),
         (Shape("cpu", 99, 99, 64, 8, 0.5, False, False), False),
         (Shape("cpu", 99, 99, 64, 80, 0.5, False, False), True),
-        (Shape("cpu", 100, 100, 64, 8, 0.4, False, False), False),
-        (Shape("cpu", 1000, 1000, 128, 8, 0.25, False, False), True),
-        (Shape("cpu", 1000, 1000, 64, 8, 0.2, False, False), False),
+        (Shape("cpu", 49, 49, 64, 80, 0.5, False, False), False),
+        (Shape("cpu", 100, 100, 64, 8, 0.7, False, False), True),
+        # Half way between a quarter and a half: the geometric mean of 1600 and 100.
+        (Shape("cpu", 401, 401, 64, 8, 0.375, False, False), True),
+        (Shape("cpu", 399, 399, 64, 8, 0.375, False, False), False),
+        (Shape("cpu", 1600, 1600, 128, 8, 0.25, False, False), True),
+        (Shape("cpu", 9000, 9000, 64, 8, 0.2, False, False), False),
+        (Shape("cpu", 9000, 9000, 64, 8, 0.05, False, False), False),
         (Shape("cpu", 100, 100, 32, 8, 0.5, False, False), False),
         (Shape("cpu", 200, 200, 32, 8, 0.5, False, False), True),
         (Shape("cpu", 300, 300, 64, 8, 0.5, True, True), True),
@@ -263,29 +272,61 @@ def test_auto_goes_by_what_was_measured(shape, faster):
     assert sparse_is_faster(shape) is faster
 
 
-@pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("uneven", [False, True])
-def test_auto_is_dense_for_short_sequences_of_an_uneven_load(uneven, monkeypatch):
-    """Slots for the busiest head would be left over at all others."""
-    router, N = router_of(), 240
-    E = router.plan.num_routed
-    scores = -((torch.arange(N).unsqueeze(1) + torch.arange(E)) % E).float()  # each head as often
-    scores[:, 0] += E * uneven
-    index_NK = scores.topk(router.plan.top_k).indices
-    selected = torch.zeros(N, E, dtype=torch.bool).scatter(-1, index_NK, True).unsqueeze(0)
-    routing = Routing(torch.ones(1, N, 8), selected, selected.float())
-    calls = []
-
-    def counted(*arguments):
-        calls.append(arguments)
-        return sparse_attention(*arguments)
-
-    monkeypatch.setattr("moh.heads.execution.sparse_attention", counted)
-    attend(router, routing, *(torch.randn(1, 8, N, 64) for _ in range(3)))
-    assert len(calls) == (not uneven)
+@pytest.mark.usefixtures("least_keys")
+def test_an_uneven_load_has_thresholds_of_its_own_where_it_was_measured():
+    shape = Shape("cpu", 299, 299, 64, 8, 0.5, False, False)
+    assert sparse_is_faster(shape)
+    assert not sparse_is_faster(shape, uneven=True)
+    assert sparse_is_faster(shape._replace(queries=300, keys=300), uneven=True)
+    assert not sparse_is_faster(shape._replace(queries=300, keys=300, skipped=0.4), uneven=True)
+    assert sparse_is_faster(shape._replace(causal=True, training=True, queries=300, keys=300), True)
 
 
-@pytest.mark.usefixtures("steps")
+@pytest.mark.usefixtures("least_keys")
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    ("tokens_", "share", "execution"),
+    [
+        (240, 1.0, "sparse"),
+        # Two shared heads and 2 * 1.25 of the routed ones of 8: 0.4375 skipped, 200 keys.
+        (204, 1.25, "sparse"),
+        (192, 1.25, "dense"),
+        (240, 3.0, "dense"),
+        (312, 3.0, "sparse"),  # any load
+    ],
+)
+def test_auto_counts_what_an_uneven_load_leaves_over(
+    gradients, tokens_, share, execution, monkeypatch
+):
+    """The first routed head has ``share`` times the mean of the routed heads' queries."""
+    if gradients:
+        kinds = thresholds.MEASURED["devices"]["cpu"]["least_keys"]
+        for kind in ("bidirectional inference", "bidirectional inference, uneven"):
+            kinds[kind.replace("inference", "training")] = kinds[kind]
+    router, N = router_of(), tokens_
+    E, k = router.plan.num_routed, router.plan.top_k
+    token = torch.arange(N)
+    # By turns among the others, and the first head for its share of the tokens.
+    scores = -((token.unsqueeze(1) + torch.arange(E)) % (E - 1)).float()
+    scores[:, 0] = torch.where(token < N * k * share / E, 1.0, -float(E))
+    selected = torch.zeros(1, N, E, dtype=torch.bool)
+    selected.scatter_(-1, scores.topk(k).indices.unsqueeze(0), True)
+    assert selected.sum(1).max() == selected[..., 0].sum() == N * k * share / E
+    gates = torch.cat([torch.ones(1, N, router.plan.num_shared), selected], dim=-1)
+    taken = []
+    monkeypatch.setattr(
+        "moh.heads.execution.execution_of",
+        lambda *arguments: taken.append(execution_of(*arguments)) or taken[-1],
+    )
+    q, key, value = (torch.randn(1, 8, N, 64, requires_grad=gradients) for _ in range(3))
+    with torch.set_grad_enabled(gradients):
+        y = attend(router, Routing(gates, selected, selected.float()), q, key, value)
+        dense = attend(router_of(execution="dense"), Routing(gates, selected, gates), q, key, value)
+    assert taken == [execution, "dense"]
+    torch.testing.assert_close(y, dense, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("least_keys")
 def test_auto_is_dense_where_the_fast_kernel_cannot_help():
     q = torch.randn(1, 8, 200, 64)
     bias = torch.zeros(1, 8, 200, 200)
@@ -298,7 +339,7 @@ def test_auto_is_dense_where_the_fast_kernel_cannot_help():
 
 
 def test_the_thresholds_that_ship_are_whole():
-    """Each step has a sense: more skipped heads pay from no more keys on."""
+    """Each kind of work is there, with numbers that make sense."""
     found = thresholds.MEASURED
     assert found["head_dim"] == 64
     kinds = {
@@ -307,15 +348,19 @@ def test_the_thresholds_that_ship_are_whole():
         for causal in (False, True)
         for training in (False, True)
     }
+    assert kinds <= set(found["devices"]["cpu"]["least_keys"])
     for device in found["devices"].values():
         assert device["machine"]
         assert device["torch"]
-        assert set(device["steps"]) <= kinds
-        for steps in device["steps"].values():
-            assert all(0 < skipped < 1 and keys > 0 for skipped, keys, _ in steps)
-            for instances in {step[2] for step in steps}:
-                same = [step for step in steps if step[2] == instances]
-                assert same == sorted(same, key=lambda step: (step[0], -step[1]))
+        for kind, by_instances in device["least_keys"].items():
+            assert kind.removesuffix(thresholds.UNEVEN) in kinds
+            for instances, by_skipped in by_instances.items():
+                assert int(instances) > 0
+                for skipped, keys in by_skipped.items():
+                    measured = device["sparse_over_dense"][kind][instances][skipped]
+                    assert 0 < float(skipped) < 1
+                    assert keys is None or min(map(int, measured)) <= keys
+                    assert keys is None or keys <= max(map(int, measured))
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moh.heads import sparse_attention, sparse_flash, sparse_math
+from moh.heads import (
+    LayerPlan,
+    RouterOptions,
+    Routing,
+    attend,
+    build_router,
+    sparse_attention,
+    sparse_flash,
+    sparse_math,
+)
 from moh.heads.pairs import KeyHeads, Pairs
 
 
@@ -298,3 +307,33 @@ def test_impossible_arguments_are_refused():
         sparse_attention(*arguments, select(1, 4, 2, 1), mask, is_causal=True)
     with pytest.raises(ValueError, match="3 routed heads of 2"):
         sparse_attention(*arguments, select(1, 4, 3, 1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.booleans())
+def test_gated_inference_equals_dense(problem, causal):
+    """Without gradients the gates are multiplied as outputs are written, where slots pay."""
+    B, N, M, H, _, K = problem["shape"]
+    E, k = problem["plan"]
+    selected = select(B, N, E, k, problem["load"], problem["seed"])
+    M = N if causal else M
+    (q, key, value), gates = inputs(B, N, M, H, H, K, seed=problem["seed"])
+    # A gate may be as small as it likes, and some tokens may select no head at all.
+    gates = gates[..., 0].abs() * F.pad(selected, (H - E, 0), value=True)
+    gates[:, ::7, H - E :] = 0
+    routing = Routing(gates, gates[..., H - E :] > 0, gates)
+    plan = LayerPlan(H, K, H - E, k)
+    with torch.no_grad():
+        sparse, dense = (
+            attend(
+                build_router(8, plan, RouterOptions(kind="query_norm", execution=execution), None),
+                routing,
+                q,
+                key,
+                value,
+                is_causal=causal,
+            )
+            for execution in ("sparse", "dense")
+        )
+    assert sparse.is_contiguous()
+    torch.testing.assert_close(sparse, dense, atol=2e-6, rtol=1e-5)

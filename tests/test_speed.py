@@ -12,14 +12,13 @@ import torch
 import moh
 from moh.cli import ROOT
 from moh.config import HeadsConfig
-from moh.heads.thresholds import Shape, kind_of_work
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import benchmark
 from benchmarks import models, overheads, report, suite
 from benchmarks.attention import attention_contenders, layer_contenders
-from benchmarks.calibrate import steps
+from benchmarks.calibrate import least_keys
 from benchmarks.reference import replace_attention
 from benchmarks.report import SECTIONS
 from benchmarks.shape import AttentionShape
@@ -138,15 +137,22 @@ def test_ratios_are_medians_of_rounds():
     assert found["auto_over_reference"] == 0.3
 
 
-def test_thresholds_are_where_sparse_keeps_winning():
-    ratios = {
-        "0.25": {"128": 1.3, "256": 0.9, "512": 0.99, "1024": 0.9, "2048": 0.8},
-        "0.5": {"128": 0.95, "192": 0.89, "256": 0.96},
-        "0.1": {"128": 1.5, "256": 1.0},
-    }
-    assert steps(ratios) == [[0.25, 1024], [0.5, 192]]
-    assert kind_of_work(1, True, True) == "one query"
-    assert Shape._fields[0] == "device"
+@pytest.mark.parametrize(
+    ("ratios", "keys"),
+    [
+        # Where the ratio passes one: halfway between two sizes on logarithmic axes.
+        ({"128": 1.25, "512": 0.8, "1024": 0.7}, 256),
+        # One size that loses a little does not send four that win much to dense execution.
+        ({"128": 1.3, "256": 0.9, "512": 1.02, "1024": 0.9, "2048": 0.8}, 210),
+        ({"128": 1.3, "256": 0.99, "512": 1.2, "1024": 0.9}, 794),
+        ({"128": 0.9, "256": 0.8}, 128),
+        ({"128": 1.5, "256": 1.01}, None),
+        ({"128": 1.5, "256": 1.0}, None),
+    ],
+)
+def test_thresholds_lose_least(ratios, keys):
+    found = least_keys(ratios)
+    assert found == keys if keys is None else found == pytest.approx(keys, abs=1)
 
 
 def test_the_suite_holds_the_papers_shapes_and_both_loads():

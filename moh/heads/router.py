@@ -293,7 +293,7 @@ class TwoStageRouter(Router):
             shared_BNS = logits["shared"].softmax(dim=-1)
             gates_BNS.addcmul_(shared_BNS, shared_BN1, value=2 * plan.num_shared)
         else:
-            torch.mul(shared_BN1, 2, out=gates_BNS)
+            gates_BNS.add_(shared_BN1, alpha=2)
         # Probabilities over the sum of the selected ones: the softmax of these logits alone.
         active_BNk = top_BNk.softmax(dim=-1)
         zero = active_BNk.new_zeros(())

@@ -27,14 +27,15 @@ class Load:
 
     Args:
         weights_BNE: gates, or whether a head is active; 0 where a query did not select the head.
-
-    Attributes:
-        num_heads: E, the routed heads.
     """
 
     def __init__(self, weights_BNE: Tensor) -> None:
         self._weights_BNE = weights_BNE
-        self.num_heads = weights_BNE.shape[-1]
+
+    @property
+    def num_heads(self) -> int:
+        """E, the routed heads."""
+        return self._weights_BNE.shape[-1]
 
     @cached_property
     def weights_BEN(self) -> Tensor:  # noqa: N802 (dimensions)
