@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import naive
 import pytest
@@ -23,7 +24,9 @@ from moh.heads import (
     sparse_flash,
     sparse_math,
 )
+from moh.heads.one_query import attend_once
 from moh.heads.pairs import KeyHeads, Pairs
+from moh.heads.slots import Load
 
 
 def select(B, N, E, k, load="even", seed=0):
@@ -337,3 +340,58 @@ def test_gated_inference_equals_dense(problem, causal):
         )
     assert sparse.is_contiguous()
     torch.testing.assert_close(sparse, dense, atol=2e-6, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.sampled_from([None, "padding", "rows", "bias"]))
+def test_one_query_with_cached_keys_equals_dense(problem, kind):
+    B, _, M, H, G, K = problem["shape"]
+    E, k = problem["plan"]
+    (q, key, value), gates = inputs(B, 1, M, H, G, K, seed=problem["seed"])
+    selected = select(B, 1, E, k, problem["load"], problem["seed"])
+    gates = gates[..., 0].abs() * F.pad(selected, (H - E, 0), value=True)
+    generator = torch.Generator().manual_seed(problem["seed"])
+    mask = None
+    if kind == "padding":
+        mask = torch.arange(M) >= torch.randint(M, (B, 1, 1, 1), generator=generator)
+    elif kind == "rows":
+        mask = torch.rand(1, M, generator=generator) < 0.7
+        mask[:, 0] = True
+    elif kind == "bias":
+        mask = torch.randn(B, H, 1, M, generator=generator)
+    plan = LayerPlan(H, K, H - E, k)
+    with torch.no_grad():
+        sparse, dense = (
+            attend(
+                build_router(8, plan, RouterOptions(kind="query_norm", execution=execution), None),
+                Routing(gates, selected, gates),
+                q,
+                key,
+                value,
+                attn_mask=mask,
+            )
+            for execution in ("sparse", "dense")
+        )
+    torch.testing.assert_close(sparse, dense, atol=2e-6, rtol=1e-5)
+
+
+def test_one_query_reads_the_keys_of_active_heads_alone(monkeypatch):
+    """Neighbours in one call, two that stand alone in one, and no more."""
+    H, M = 9, 5
+    taken = []
+
+    def counted(q, k, v, **options):
+        taken.append((q.shape[1], k.shape[1], k.data_ptr()))
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    active = torch.tensor([1, 1, 0, 1, 0, 0, 1, 0, 1], dtype=torch.float32)
+    load = Load(active[2:].view(1, 1, -1))
+    q, k, v = torch.randn(1, H, 1, 4), torch.randn(1, H, M, 4), torch.randn(1, H, M, 4)
+    k[:, active == 0] = v[:, active == 0] = torch.nan
+    ours = SimpleNamespace(scaled_dot_product_attention=counted)
+    monkeypatch.setattr("moh.heads.one_query.F", ours)
+    y = attend_once(q, k, v, load, None, None)
+    assert y.isfinite().all()
+    assert [(heads, keys) for heads, keys, _ in taken] == [(2, 2), (2, 2), (1, 1)]
+    firsts = [(pointer - k.data_ptr()) // (4 * M * 4) for *_, pointer in taken]
+    assert firsts == [0, 3, 8]

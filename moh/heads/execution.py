@@ -45,11 +45,13 @@ def attend(
         load = Load(gates_BNH[..., router.plan.num_shared :] if inference else routing.selected_BNE)
     execution = execution_of(router, query, key, attn_mask, is_causal, dropout_p, load)
     if execution == "sparse":
-        plain = attn_mask is None and not is_causal and not dropout_p
-        if inference and plain and load is not None and key.shape[1] == query.shape[1]:
-            y_BNHK = gated_attention(query, key, value, gates_BNH, load, scale)
-            if y_BNHK is not None:
-                return y_BNHK
+        y_BNHK = None
+        if inference and load is not None and not dropout_p:
+            y_BNHK = gated_attention(
+                query, key, value, gates_BNH, load, attn_mask, is_causal, scale
+            )
+        if y_BNHK is not None:
+            return y_BNHK
         y_BNHK = sparse_attention(
             query, key, value, routing.selected_BNE, attn_mask, is_causal, dropout_p, scale
         )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moh.heads import sparse_flash, sparse_math
+from moh.heads.one_query import attend_once
 from moh.heads.pairs import KeyHeads, Pairs, accumulator
 from moh.heads.slots import Load
 
@@ -98,28 +99,39 @@ def sparse_attention(
 
 def gated_attention(
     q_BHNK: Tensor,
-    k_BHMK: Tensor,
-    v_BHMK: Tensor,
+    k_BGMK: Tensor,
+    v_BGMK: Tensor,
     gates_BNH: Tensor,
     load: Load,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor | None:
-    """Attention of the active heads and their gates at once, where that is known and pays.
+    """Attention of the active heads and their gates at once, where a shorter way is known.
 
-    It is on a CPU, without gradients, mask, causality, dropout and shared key heads.
+    There is one on a CPU, without gradients and dropout: for one query a sample, and for
+    bidirectional attention without a mask whose load is even enough.
 
     Args:
-        k_BHMK: a key head for each head; likewise the values.
         gates_BNH: of all heads; shared heads come first.
         load: of the gates of the routed heads.
 
+    The others are those of :func:`sparse_attention`.
+
     Returns:
-        (B, N, H, K), zero for a head that is not active; None where it does not pay.
+        (B, N, H, K), zero for a head that is not active; None where no shorter way is known.
     """
-    q_BHNK, k_BHMK, v_BHMK = _as_autocast(q_BHNK, k_BHMK, v_BHMK)
+    if is_causal:
+        return None
+    q_BHNK, k_BGMK, v_BGMK = _as_autocast(q_BHNK, k_BGMK, v_BGMK)
+    if q_BHNK.shape[2] == 1:
+        y_B1HK = attend_once(q_BHNK, k_BGMK, v_BGMK, load, attn_mask, scale)
+        return y_B1HK.mul_(gates_BNH.unsqueeze(-1).to(y_B1HK.dtype))
+    if attn_mask is not None or k_BGMK.shape[1] != q_BHNK.shape[1]:
+        return None
     if scale is None:
         scale = 1 / math.sqrt(q_BHNK.shape[-1])
-    return sparse_flash.forward_gated(q_BHNK, k_BHMK, v_BHMK, gates_BNH, load, scale)
+    return sparse_flash.forward_gated(q_BHNK, k_BGMK, v_BGMK, gates_BNH, load, scale)
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
