@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class RunError(RuntimeError):
@@ -15,6 +15,12 @@ class StoppedError(RunError):
 
     # The exit status for it: "try again later" of sysexits.h, for job scripts to requeue on.
     EXIT_STATUS = 75
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first ``most`` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3, prefix: str = "") -> str:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moh.errors import RunError, StoppedError
-from moh.training.signals import FROM_ANYBODY, hand_on
+from moh.signals import FROM_ANYBODY, hand_on
 
 HANDLED = (*FROM_ANYBODY, signal.SIGHUP, signal.SIGQUIT)
 SAVE_SECONDS = 600  # that processes have for their checkpoint once a signal came

@@ -37,7 +37,7 @@ from moh.config import (
 )
 from moh.errors import RunError, StoppedError
 from moh.lineage import trained_weights
-from moh.training.signals import stop_at_once
+from moh.signals import stop_at_once
 from moh.validation import validate
 
 SCHEMAS: dict[str, dict[str, type]] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moh.errors import RunError
+from moh.errors import RunError, some
 
 # A zip archive (PyTorch 1.6 and later), or a pickle of protocol 2 and later.
 _MAGIC = (b"PK\x03\x04", b"\x80")
@@ -65,8 +65,7 @@ def _foreign(path: Path) -> str:
     except Exception:  # of another form than PyTorch's zip archive: what was met first
         names = _called(path)
     names = [name for name in names if name != "argparse.Namespace"]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return some(names, _SHOWN)
 
 
 def _called(path: Path) -> list[str]:

@@ -42,11 +42,11 @@ from moh.runner import (
     scores_given_weights,
     write_json,
 )
+from moh.signals import stop_at_once
 from moh.tasks.base import Evaluation, Task
 from moh.training.loop import DTYPES, Trainer
 from moh.training.parallel import gathered
 from moh.training.progress import RunProgress
-from moh.training.signals import stop_at_once
 
 
 def execute(folder: Path, arguments: Sequence[str]) -> None:

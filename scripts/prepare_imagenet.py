@@ -32,8 +32,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from moh.data.reading import open_picture
 from moh.data.text import cache_folder
-from moh.data.tokenising import end_with_parent
 from moh.errors import RunError
+from moh.signals import end_with_parent
 from moh.training.progress import RunProgress, console
 
 SHOWN = 50  # bad files that are named in the terminal

@@ -273,7 +273,7 @@ import sys, time
 import torch
 from moh.data.reading import load
 from moh.errors import StoppedError
-from moh.training.signals import stop_at_once
+from moh.signals import stop_at_once
 
 class Slow(torch.utils.data.Dataset):
     def __getitem__(self, key):

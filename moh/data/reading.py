@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from moh import distribution
 from moh.errors import RunError
-from moh.training.signals import leave_quietly
+from moh.signals import leave_quietly
 
 Batch = TypeVar("Batch")
 Key = tuple[int, ...]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
-import signal
-import threading
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +14,7 @@ import numpy.typing as npt
 from moh.data.documents import Record, SkippedError, document
 from moh.data.text import Tokens
 from moh.errors import RunError
+from moh.signals import end_with_parent
 
 PIECE = 1 << 17  # characters that are tokenised at once
 _SEEN = 128  # characters on each side of a cut by which it is judged
@@ -167,20 +164,3 @@ def encode_in_worker(records: list[Record], key: str) -> Encoded:
     """:meth:`DocumentTokenizer.encode` in a process that :func:`start_worker` began."""
     assert _worker is not None
     return _worker.encode(records, key)
-
-
-def end_with_parent() -> None:
-    """Leave stopping to the process that started this one, and end soon after it.
-
-    So Ctrl-C is told once, and a parent that was killed leaves no orphans.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A server that forks (the default from Python 3.14 on) outlives the process that asked it to.
-    server, parent = os.getppid(), multiprocessing.parent_process()
-
-    def watch() -> None:
-        while os.getppid() == server and (parent is None or parent.is_alive()):
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -26,13 +26,13 @@ from moh.errors import RunError, StoppedError
 from moh.evaluation.cost import training_flops
 from moh.heads import balance_loss, combine, head_load, routers, set_draws, sum_counts
 from moh.reporting.wandb_logger import RunLogger
+from moh.signals import FROM_ANYBODY, FROM_SCHEDULER, StopRequest, stop_requests
 from moh.tasks.base import Task
 from moh.training import checkpoint, parallel
 from moh.training.drop_path import draw_for_all_processes
 from moh.training.later import Later, sent
 from moh.training.progress import RunProgress
 from moh.training.schedule import learning_rate
-from moh.training.signals import FROM_ANYBODY, FROM_SCHEDULER, StopRequest, stop_requests
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

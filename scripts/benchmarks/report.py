@@ -25,7 +25,11 @@ SECTIONS = {
     ),
     "long": ("Longer sequences", "Attention alone, inference."),
     "backward": ("Forward and backward", "Attention alone."),
-    "cached": ("One query with cached keys", "Attention alone, a step of generation."),
+    "cached": (
+        "One query with cached keys",
+        "Attention alone, a step of generation; keys and values lie head by head, as a cache keeps "
+        "them.",
+    ),
     "layer": (
         "A layer",
         "timm's attention layer with its projections and, for MoH, its router and balance loss. "

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moh.errors import RunError
+from moh.errors import RunError, some
 from moh.torch_file import read_torch_file
 
 FAMILIES = {"timm": "vit", "dit": "dit", "llama": "llama"}
@@ -98,7 +98,7 @@ def weight_files(folder: Path) -> list[Path]:
                 raise RunError(f"cannot read {index}: {_first_line(error)}") from None
             absent = [shard for shard in listed if not (folder / shard).is_file()]
             if absent:
-                raise RunError(f"{folder} lacks {_names(absent)} of {len(listed)} files")
+                raise RunError(f"{folder} lacks {some(absent, SHOWN)} of {len(listed)} files")
             return [folder / shard for shard in listed]
         if (folder / name).is_file():
             return [folder / name]
@@ -152,18 +152,13 @@ def key_faults(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[s
     """How a state dict differs from a model's own in names and shapes; empty if it does not."""
     faults = []
     if missing := [name for name in own if name not in state]:
-        faults.append(f"missing: {_names(missing)}")
+        faults.append(f"missing: {some(missing, SHOWN)}")
     if extra := [name for name in state if name not in own]:
-        faults.append(f"unexpected: {_names(extra)}")
+        faults.append(f"unexpected: {some(extra, SHOWN)}")
     if other := [n for n in own if n in state and own[n].shape != state[n].shape]:
         shapes = [f"{n} {tuple(state[n].shape)} for {tuple(own[n].shape)}" for n in other]
-        faults.append(f"of another shape: {_names(shapes)}")
+        faults.append(f"of another shape: {some(shapes, SHOWN)}")
     return faults
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _first_line(error: Exception) -> str:

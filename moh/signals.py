@@ -1,9 +1,12 @@
-"""Signals that ask a run to save and stop: queue limits, pre-emption, Ctrl-C."""
+"""Signals that ask a run to save and stop (queue limits, pre-emption, Ctrl-C), and its workers."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -103,6 +106,23 @@ def leave_quietly(worker: int = 0) -> None:
     for number in FROM_SCHEDULER:
         if isinstance(signal.getsignal(number), _StopAtOnce):
             signal.signal(number, lambda number, frame: os._exit(0))
+
+
+def end_with_parent() -> None:
+    """Leave stopping to the process that started this one, and end soon after it.
+
+    So Ctrl-C is told once, and a parent that was killed leaves no orphans.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A server that forks (the default from Python 3.14 on) outlives the process that asked it to.
+    server, parent = os.getppid(), multiprocessing.parent_process()
+
+    def watch() -> None:
+        while os.getppid() == server and (parent is None or parent.is_alive()):
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def hand_on(number: signal.Signals) -> None:
