@@ -66,12 +66,13 @@ def measurements(device: str) -> Iterator[Measurement]:
         for tokens, batch in ((196, 1), (196, 8), (256, 1), (256, 8), (1024, 1), (2048, 1)):
             shape = replace(few, tokens=tokens, queries=tokens, batch=batch, backward=backward)
             yield "layer", "layer", shape
-    for experiment, batch, tokens in (
-        ("vit/moh_s_75", 4, None),
-        ("dit/moh_s2_75", 8, None),
-        ("llm/moh_s_50_100b", 1, 2048),
+    for experiment, batch, tokens, trainings in (
+        ("vit/moh_s_75", 4, None, (False, True)),
+        ("dit/moh_s2_75", 8, None, (False, True)),
+        ("dit/moh_s2_75", 32, None, (False,)),  # the sampler's batch
+        ("llm/moh_s_50_100b", 1, 2048, (False, True)),
     ):
-        for train in (False, True):
+        for train in trainings:
             shape = ModelShape(experiment, batch, tokens, train, "fp32", device)
             yield "model", "train" if train else "model", shape
 
