@@ -34,19 +34,28 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(signals: Sequence[signal.Signals] = FROM_ANYBODY) -> Iterator[StopRequest]:
+def stop_requests(
+    signals: Sequence[signal.Signals] = FROM_ANYBODY, repeated: bool = False
+) -> Iterator[StopRequest]:
     """Turn the first of these signals into a request; a second one acts as it always did.
 
     Once the block is left, a request goes on to whoever listened before: a job that submitit
     started is put back into the queue by its own handler, after the run has saved. Outside the
     main thread, where Python allows no handlers, nothing is caught.
+
+    Args:
+        repeated: one Ctrl-C may come twice, from the terminal and from a launcher that hands it on:
+            the second is ignored.
     """
     request = StopRequest()
     before: dict[signal.Signals, object] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = signal.Signals(number)
-        _restore(before)
+        # Read again when the block is left.
+        for other, handler in before.items():
+            ignored = repeated and other == signal.SIGINT
+            signal.signal(other, signal.SIG_IGN if ignored else handler)  # type: ignore[arg-type]
 
     try:
         for number in signals:

@@ -26,7 +26,7 @@ from moh.errors import RunError, StoppedError
 from moh.evaluation.cost import training_flops
 from moh.heads import balance_loss, combine, head_load, routers, set_draws, sum_counts
 from moh.reporting.wandb_logger import RunLogger
-from moh.signals import FROM_ANYBODY, FROM_SCHEDULER, StopRequest, stop_requests
+from moh.signals import StopRequest, stop_requests
 from moh.tasks.base import Task
 from moh.training import checkpoint, parallel
 from moh.training.drop_path import draw_for_all_processes
@@ -127,8 +127,8 @@ class Trainer:
         start, begun = self.samples, time.monotonic()
         self.model.train()
         # Ctrl-C reaches every process of a terminal, and the launcher repeats it to them.
-        signals = FROM_ANYBODY if self.processes == 1 else FROM_SCHEDULER
-        with self._curves() as curves, stop_requests(signals) as stop:
+        several = self.processes > 1
+        with self._curves() as curves, stop_requests(repeated=several) as stop:
             self._train(curves, stop)
         seconds = time.monotonic() - begun if self.samples > start else 0.0
         return Trained(self.ema.module if self.ema else None, self.samples, seconds)
