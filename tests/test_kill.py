@@ -143,6 +143,29 @@ def test_the_command_line_tells_of_a_signal_in_one_line(tmp_path):
     assert "Traceback" not in told
 
 
+def test_ctrl_c_of_two_processes_saves(tmp_path):
+    """A terminal sends it to all of them, and the launcher once more."""
+    command = [
+        *(sys.executable, "-m", "moh", *TINY["vit"], "launcher.processes=2"),
+        *("trainer.samples=460800", "trainer.global_batch=16", "trainer.log_every=1"),
+        *("logger.progress=false", "logger.wandb=disabled"),
+        *(f"runs_dir={tmp_path}/runs", f"results_dir={tmp_path}/results"),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        end = time.monotonic() + 90
+        while not any(p.stat().st_size for p in tmp_path.rglob("curves.jsonl")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75
+    assert "Traceback" not in told
+    assert checkpoint.newest(next(tmp_path.rglob("checkpoints"))) is not None
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 12 MiB."""
