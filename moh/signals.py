@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -34,10 +34,8 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(
-    signals: Sequence[signal.Signals] = FROM_ANYBODY, repeated: bool = False
-) -> Iterator[StopRequest]:
-    """Turn the first of these signals into a request; a second one acts as it always did.
+def stop_requests(repeated: bool = False) -> Iterator[StopRequest]:
+    """Turn the first of anybody's signals into a request; a second one acts as it always did.
 
     Once the block is left, a request goes on to whoever listened before: a job that submitit
     started is put back into the queue by its own handler, after the run has saved. Outside the
@@ -58,7 +56,7 @@ def stop_requests(
             signal.signal(other, signal.SIG_IGN if ignored else handler)  # type: ignore[arg-type]
 
     try:
-        for number in signals:
+        for number in FROM_ANYBODY:
             before[number] = signal.signal(number, note)
     except ValueError:
         before.clear()

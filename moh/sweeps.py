@@ -94,7 +94,7 @@ def experiment_of(base: str, point: Point) -> str:
 
 
 def _has_heads_of(file: Path, point: Point) -> bool:
-    """Whether an experiment has an even plan of this ratio, and nothing else of its own."""
+    """Whether an experiment's heads are given by this ratio, and not by a plan of their own."""
     if not file.is_file():
         return False
     found = _HEADS.search(file.read_text())

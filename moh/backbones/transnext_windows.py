@@ -7,7 +7,6 @@ of a view is a map of zeros for each of them, so the gradients are written out h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def shifted(padded: Tensor, window: int) -> list[Tensor]:
+def _shifted(padded: Tensor, window: int) -> list[Tensor]:
     """Each token's neighbours, as W views (B, Y, X, ...) of a padded map, rows first."""
     height, width = padded.shape[1] - window + 1, padded.shape[2] - window + 1
     return [padded[:, y : y + height, x : x + width] for y in range(window) for x in range(window)]
 
 
-def pad(x_BYXHK: Tensor, window: int) -> Tensor:
+def _pad(x_BYXHK: Tensor, window: int) -> Tensor:
     """The map with zeros around it, wide enough for the windows of its border."""
     return F.pad(x_BYXHK, (0, 0, 0, 0, *[window // 2] * 4))
 
@@ -40,17 +39,17 @@ class _Dots(torch.autograd.Function):
         ctx.window = window
         # Autocast would copy each product to float32 before a sum of no given dtype.
         dtype = q_BYXHK.dtype
-        keys = shifted(pad(k_BYXHK, window), window)
+        keys = _shifted(_pad(k_BYXHK, window), window)
         return torch.stack([(q_BYXHK * k).sum(-1, dtype=dtype) for k in keys], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad_BYXHW: Tensor) -> tuple[Tensor, Tensor, None]:
         (q, k), window = ctx.saved_tensors, ctx.window
-        padded = pad(k, window)
+        padded = _pad(k, window)
         dq, dk = torch.zeros_like(q), torch.zeros_like(padded)
         grads = grad_BYXHW.unsqueeze(-2).unbind(-1)
-        places = zip(grads, shifted(padded, window), shifted(dk, window), strict=True)
-        for grad, near, dnear in _last_first(places):
+        nears, dnears = _shifted(padded, window), _shifted(dk, window)
+        for grad, near, dnear in zip(grads, nears, dnears, strict=True):
             dq.addcmul_(grad, near)
             dnear.addcmul_(grad, q)
         return dq, _inner(dk, window), None
@@ -66,7 +65,7 @@ class _Sum(torch.autograd.Function):
         ctx.save_for_backward(weight_BYXHW, v_BYXHK)
         ctx.window = window
         weights = weight_BYXHW.unsqueeze(-2).unbind(-1)
-        (weight, near), *others = zip(weights, shifted(pad(v_BYXHK, window), window), strict=True)
+        (weight, near), *others = zip(weights, _shifted(_pad(v_BYXHK, window), window), strict=True)
         y_BYXHK = torch.addcmul(y_BYXHK, weight, near)
         for weight, near in others:
             y_BYXHK.addcmul_(weight, near)
@@ -75,19 +74,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BYXHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         (weight_BYXHW, v), window = ctx.saved_tensors, ctx.window
-        padded = pad(v, window)
+        padded = _pad(v, window)
         dv = torch.zeros_like(padded, dtype=grad_BYXHK.dtype)
-        nears = shifted(padded, window)
-        dots = [(grad_BYXHK * near).sum(-1, dtype=weight_BYXHW.dtype) for near in nears]
+        dots = []
         weights = weight_BYXHW.unsqueeze(-2).unbind(-1)
-        for weight, dnear in _last_first(zip(weights, shifted(dv, window), strict=True)):
+        nears, dnears = _shifted(padded, window), _shifted(dv, window)
+        for weight, near, dnear in zip(weights, nears, dnears, strict=True):
+            dots.append((grad_BYXHK * near).sum(-1, dtype=weight.dtype))
             dnear.addcmul_(weight, grad_BYXHK)
         return grad_BYXHK, torch.stack(dots, dim=-1), _inner(dv, window), None
-
-
-def _last_first(places: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """The order in which PyTorch's own gradients of the views would be added."""
-    return reversed(list(places))
 
 
 def window_dots(q_BYXHK: Tensor, k_BYXHK: Tensor, window: int) -> Tensor:

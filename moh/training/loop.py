@@ -127,8 +127,7 @@ class Trainer:
         start, begun = self.samples, time.monotonic()
         self.model.train()
         # Ctrl-C reaches every process of a terminal, and the launcher repeats it to them.
-        several = self.processes > 1
-        with self._curves() as curves, stop_requests(repeated=several) as stop:
+        with self._curves() as curves, stop_requests(repeated=self.processes > 1) as stop:
             self._train(curves, stop)
         seconds = time.monotonic() - begun if self.samples > start else 0.0
         return Trained(self.ema.module if self.ema else None, self.samples, seconds)
