@@ -25,7 +25,7 @@ LONG = 1024  # keys from which on the batch makes no difference
 SKIPPED = (0.1, 0.25, 0.5)
 TOKENS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 CACHED = (256, 1024, 4096, 8192, 16384, 32768)
-LONGEST_TRAINED = 8192
+LONGEST_TRAINED = 8192  # keys; what has not paid up to here is never taken
 # A gain this large twice in a row, or any at this many keys, needs no longer sequences.
 CLEAR, FAR = 0.85, 4096
 SECONDS, ROUNDS = 3.0, 25
@@ -36,9 +36,8 @@ def run(device: str) -> None:
     kinds = [(True, False, False, "even")] + [
         (False, causal, training, "even") for causal in (False, True) for training in (False, True)
     ]
-    if (
-        device == "cpu"
-    ):  # elsewhere nobody counts the selections, and causal heads are called singly
+    # Only on a CPU are selections counted, and only of bidirectional attention does it matter.
+    if device == "cpu":
         kinds += [(False, False, training, "skewed") for training in (False, True)]
     ratios: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for cached, causal, training, load in kinds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Mapping
 from statistics import quantiles
@@ -17,10 +18,11 @@ MIN_ROUNDS = 3
 def interleave(
     contenders: Mapping[str, Contender], seconds: float, rounds: int, device: str
 ) -> dict[str, list[float]]:
-    """Run all contenders round after round, each round starting with another one.
+    """Run all contenders round after round, in another order each time.
 
     What slows the machine for a while slows them all, so that a round's ratios are worth more
-    than its times.
+    than its times. The order is drawn (always the same draws): one that always followed the same
+    other would find in the caches what that one left there.
 
     Args:
         seconds: no round starts after this long, once there are three.
@@ -34,6 +36,7 @@ def interleave(
     for name in names:
         contenders[name]()
     _wait(device)
+    order = random.Random(0)
     gc.collect()
     gc.disable()
     try:
@@ -41,8 +44,7 @@ def interleave(
         for number in range(rounds):
             if number >= MIN_ROUNDS and time.perf_counter() - begun > seconds:
                 break
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in order.sample(names, len(names)):
                 started = time.perf_counter()
                 contenders[name]()
                 _wait(device)
