@@ -33,6 +33,7 @@ from moh.config import PRETRAINED, Config, LlamaConfig
 from moh.errors import RunError, StoppedError
 from moh.evaluation.similarity import HeadSimilarity, similarity_metrics
 from moh.heads import routers
+from moh.memory import keep_freed_memory
 from moh.reporting import provenance
 from moh.reporting.wandb_logger import RunLogger
 from moh.runner import (
@@ -183,6 +184,7 @@ def set_up(config: Config) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
+        keep_freed_memory()
         torch.use_deterministic_algorithms(True)
         # Filling every new tensor with NaN is a debugging aid that costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -29,6 +29,8 @@ from benchmarks.shape import DTYPES, AttentionShape
 from rich.console import Console
 from rich.table import Table
 
+from moh.memory import keep_freed_memory
+
 NAMES = {
     "mha": "MHA",
     "dense": "MoH dense",
@@ -158,6 +160,7 @@ def show(record: dict[str, Any]) -> None:
 
 def main() -> int:
     options = parser().parse_args()
+    keep_freed_memory()  # as a run does
     try:
         if options.threads is not None:
             if options.threads < 1:

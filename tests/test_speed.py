@@ -19,7 +19,7 @@ import benchmark
 from benchmarks import models, overheads, report, suite
 from benchmarks.attention import attention_contenders, layer_contenders
 from benchmarks.calibrate import least_keys
-from benchmarks.reference import replace_attention
+from benchmarks.reference import make_plain
 from benchmarks.report import SECTIONS
 from benchmarks.shape import AttentionShape
 from benchmarks.timing import interleave, summarize
@@ -80,7 +80,7 @@ def test_the_plain_reference_of_a_model_computes_the_same(name):
     for weight in model.parameters():
         if weight.requires_grad and not weight.any():  # DiT starts at zero output
             torch.nn.init.normal_(weight, std=0.1)
-    plain = replace_attention(models._twin(model))
+    plain = make_plain(models._twin(model))
     call = models._inputs(config.model, 2, shape.tokens, "cpu")
     found = []
     for one in (model, plain):

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
@@ -49,12 +50,29 @@ class DiTBlock(nn.Module):
         self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=NORM_EPS)
         self.ff = FeedForward(hidden_size, activation_fn="gelu-approximate", inner_dim=mlp_hidden)
 
-    def forward(self, x_BND: Tensor, c_BD: Tensor) -> Tensor:
-        """(B, N, D) and the conditioning (B, D) -> (B, N, D)."""
-        y_BND, gate_BD, mlp_shift_BD, mlp_scale_BD, mlp_gate_BD = self.norm1(x_BND, emb=c_BD)
-        x_BND = x_BND + gate_BD[:, None] * self.attn(y_BND)
-        y_BND = self.norm2(x_BND) * (1 + mlp_scale_BD[:, None]) + mlp_shift_BD[:, None]
-        return x_BND + mlp_gate_BD[:, None] * self.ff(y_BND)
+    def forward(self, x_BND: Tensor, active_c_BD: Tensor) -> Tensor:
+        """One block.
+
+        Args:
+            x_BND: (B, N, D).
+            active_c_BD: SiLU of the conditioning (B, D), the same in all blocks.
+
+        Returns:
+            (B, N, D).
+        """
+        # norm1 is diffusers' module for its parameters' names; here each modulation and each
+        # gated sum is one operation, one pass over the tokens.
+        conditions = self.norm1.linear(active_c_BD).unsqueeze(1).chunk(6, dim=-1)
+        shift_B1D, scale_B1D, gate_B1D, mlp_shift_B1D, mlp_scale_B1D, mlp_gate_B1D = conditions
+        y_BND = modulate(self.norm1.norm(x_BND), shift_B1D, scale_B1D)
+        x_BND = torch.addcmul(x_BND, gate_B1D, self.attn(y_BND))
+        y_BND = modulate(self.norm2(x_BND), mlp_shift_B1D, mlp_scale_B1D)
+        return torch.addcmul(x_BND, mlp_gate_B1D, self.ff(y_BND))
+
+
+def modulate(x_BND: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
+    """``x (1 + scale) + shift``, shift and scale of each sample (B, 1, D)."""
+    return torch.addcmul(shift_B1D, x_BND, 1 + scale_B1D)
 
 
 class FinalLayer(nn.Module):
@@ -71,10 +89,10 @@ class FinalLayer(nn.Module):
         self.modulation = nn.Linear(hidden_size, 2 * hidden_size)
         self.linear = nn.Linear(hidden_size, out_features)
 
-    def forward(self, x_BND: Tensor, c_BD: Tensor) -> Tensor:
-        """(B, N, D) and the conditioning (B, D) -> (B, N, out_features)."""
-        shift_BD, scale_BD = self.modulation(nn.functional.silu(c_BD)).chunk(2, dim=1)
-        return self.linear(self.norm(x_BND) * (1 + scale_BD[:, None]) + shift_BD[:, None])
+    def forward(self, x_BND: Tensor, active_c_BD: Tensor) -> Tensor:
+        """(B, N, D) and SiLU of the conditioning (B, D) -> (B, N, out_features)."""
+        conditions = self.modulation(active_c_BD).unsqueeze(1).chunk(2, dim=-1)
+        return self.linear(modulate(self.norm(x_BND), *conditions))
 
 
 class DiT(ModelMixin, ConfigMixin):
@@ -185,14 +203,14 @@ class DiT(ModelMixin, ConfigMixin):
         if tuple(x_BCHW.shape[1:]) != self.input_shape:
             raise ValueError(f"inputs {tuple(x_BCHW.shape[1:])} are not {self.input_shape}")
         t_freq = self.timesteps(t_B).to(self.timestep_embed.linear_1.weight.dtype)
-        c_BD = self.timestep_embed(t_freq) + self.label_embed(labels_B)
+        active_c_BD = F.silu(self.timestep_embed(t_freq) + self.label_embed(labels_B))
         x_BND = self.patch_embed(x_BCHW) + self.pos_embed
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x_BND = self._gradient_checkpointing_func(block, x_BND, c_BD)
+                x_BND = self._gradient_checkpointing_func(block, x_BND, active_c_BD)
             else:
-                x_BND = block(x_BND, c_BD)
-        return self._unpatchify(self.final_layer(x_BND, c_BD))
+                x_BND = block(x_BND, active_c_BD)
+        return self._unpatchify(self.final_layer(x_BND, active_c_BD))
 
     def _unpatchify(self, x: Tensor) -> Tensor:
         """(B, N, patch * patch * channels) -> (B, channels, H, W)."""

@@ -13,7 +13,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 import moh
-from benchmarks.reference import plain_attention, replace_attention
+from benchmarks.reference import make_plain, plain_attention
 from benchmarks.shape import DTYPES, AttentionShape
 from benchmarks.timing import Contender
 from moh.heads import HeadPlan, RouterOptions, Routing, attend, build_router, execution_of
@@ -113,7 +113,7 @@ def layer_contenders(shape: AttentionShape) -> tuple[dict[str, Contender], str]:
         moh.set_execution(model, execution)
         found[execution] = timed(model)
     if shape.reference_fits:
-        found["reference"] = timed(replace_attention(copy.deepcopy(converted)))
+        found["reference"] = timed(make_plain(copy.deepcopy(converted)))
     q = torch.empty(shape.batch, shape.heads, shape.tokens, shape.head_dim, device=shape.device)
     with _gradients(shape.backward):
         q.requires_grad_(shape.backward)

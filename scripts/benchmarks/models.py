@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import moh
 from benchmarks.attention import EXECUTIONS
-from benchmarks.reference import replace_attention
+from benchmarks.reference import make_plain
 from benchmarks.shape import DTYPES
 from benchmarks.timing import Contender
 from moh.backbones.build import build_model, is_mha
@@ -70,7 +70,7 @@ def model_contenders(shape: ModelShape) -> tuple[dict[str, Contender], float]:
     for execution in EXECUTIONS:
         models[execution] = _twin(converted)
         moh.set_execution(models[execution], execution)  # type: ignore[arg-type]
-    models["reference"] = replace_attention(_twin(converted))
+    models["reference"] = make_plain(_twin(converted))
     inputs = _inputs(config.model, shape.batch, tokens, shape.device)
     _check_equal(models, inputs)
     optimizers = (

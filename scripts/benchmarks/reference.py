@@ -1,8 +1,8 @@
 """MoH the straightforward way: logits, softmax and values of all heads, gates by einsum.
 
 The equations as they stand, without a fused kernel; for TransNeXt's aggregated attention with
-unfolded windows. Made from a converted model, whose layers keep weights and routers: only their
-forward pass is another one.
+unfolded windows, for DiT's blocks with one operation after the other. Made from a converted
+model, which keeps weights and routers: only forward passes are other ones.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def plain_attention(
     return torch.einsum("bhnk,bnh->bnhk", y_BHNK, gates_BNH.to(y_BHNK.dtype))
 
 
-def replace_attention(model: nn.Module) -> nn.Module:
-    """Give the MoH layers of a converted model the plain forward pass, in place.
+def make_plain(model: nn.Module) -> nn.Module:
+    """Give the MoH layers of a converted model, and DiT's blocks, the plain forward pass, in place.
 
     Raises:
         ValueError: a layer of which there is no plain version.
@@ -53,6 +53,9 @@ def replace_attention(model: nn.Module) -> nn.Module:
         if plain is None:
             raise ValueError(f"no plain version of layer {name}, {type(module).__name__}")
         module.forward = plain.__get__(module)
+    for block in model.modules():
+        if type(block).__name__ == "DiTBlock":
+            block.forward = _dit_block.__get__(block)
     return model
 
 
@@ -74,6 +77,14 @@ def _dit(self: Any, hidden_states: Tensor) -> Tensor:
     )
     y = plain_attention(q, k, v, self.router(x, q).gates_BNH)
     return self.to_out[1](self.to_out[0](y.flatten(2)))
+
+
+def _dit_block(self: Any, x: Tensor, c: Tensor) -> Tensor:
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (
+        self.norm1.linear(c).unsqueeze(1).chunk(6, dim=-1)
+    )
+    x = x + gate * self.attn(self.norm1.norm(x) * (1 + scale) + shift)
+    return x + mlp_gate * self.ff(self.norm2(x) * (1 + mlp_scale) + mlp_shift)
 
 
 def _llama(

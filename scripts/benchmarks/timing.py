@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 Contender = Callable[[], object]
-MIN_ROUNDS = 3
+MIN_ROUNDS = 7
 
 
 def interleave(
@@ -25,7 +25,7 @@ def interleave(
     other would find in the caches what that one left there.
 
     Args:
-        seconds: no round starts after this long, once there are three.
+        seconds: no round starts after this long, once there are seven.
         rounds: at most.
 
     Returns:
