@@ -39,7 +39,8 @@ SECTIONS = {
     "model": (
         "Models",
         "Inference, or a training step (forward, backward, AdamW). Plain: all heads, explicit "
-        "softmax, gates by einsum; for TransNeXt also unfolded windows.",
+        "softmax, gates by einsum; for TransNeXt also unfolded windows, for DiT's blocks one "
+        "operation after the other.",
     ),
 }
 
