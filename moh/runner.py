@@ -60,7 +60,8 @@ GROUPS: dict[str, type] = {
 
 EVALUATED = "evaluated"  # status of a run that scored given weights: never a training of ours
 
-# Settings that move no number: they may change between the starts of one run.
+# A run is named by its recipe: by what moves a number by more than rounding. What follows says
+# where it runs and in what pieces, and may change between the starts of one run.
 NOT_HASHED = (
     "name",
     "mode",
@@ -72,17 +73,24 @@ NOT_HASHED = (
     "logger",
     "launcher",
     "dry_run",
-)
-
-NOT_HASHED_IN = (
-    ("trainer", "log_every"),
-    ("trainer", "keep_at"),
-    ("data", "root"),
-    ("eval", "data_root"),
-    ("eval", "features_path"),
-    ("eval", "reference"),
-    ("eval", "vae"),
-    ("eval", "save_samples"),
+    "heads.execution",
+    "data.root",
+    "data.workers",
+    "trainer.activation_checkpointing",
+    "trainer.checkpoint_every",
+    "trainer.compile",
+    "trainer.device",
+    "trainer.device_batch",
+    "trainer.keep_at",
+    "trainer.log_every",
+    "trainer.parallel",
+    "trainer.threads",
+    "eval.batch",
+    "eval.data_root",
+    "eval.features_path",
+    "eval.reference",
+    "eval.save_samples",
+    "eval.vae",
 )
 
 
@@ -90,15 +98,15 @@ FOLLOW_SECONDS = 600  # that the other machines wait for the first one to prepar
 
 
 def config_hash(config: DictConfig) -> str:
-    """Twelve hex digits of everything in the configuration that can move a number."""
+    """Twelve hex digits of everything in the configuration that can move a number.
+
+    By more than rounding: see ``NOT_HASHED`` for what is left out.
+    """
     plain: Any = OmegaConf.to_container(config, resolve=True)
     defaults: Any = OmegaConf.to_container(_schema(config))
     for key in NOT_HASHED:
-        plain.pop(key, None)
-    for group, key in NOT_HASHED_IN:
-        plain[group].pop(key, None)
-    if plain["data"].get("form") != "npz":  # which nobody decodes; its runs have their names
-        plain["data"].pop("workers", None)
+        group, _, name = key.rpartition(".")
+        (plain[group] if group else plain).pop(name, None)
     # Defaults are left out, so that a key which a later version adds does not rename every run.
     text = json.dumps(_without(plain, defaults), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -222,7 +230,7 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
     with stop_at_once(identity), locked(folder):
-        if (typed.mode == "both" or of_ours) and finished(folder):
+        if (typed.mode == "both" or of_ours) and finished(folder) and _same_root(folder, typed):
             publish(folder, Path(typed.results_dir) / "runs" / identity)
             print(f"{identity}: finished before, skipped")
             return
@@ -246,6 +254,12 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
             write_text(folder / "error.log", traceback.format_exc())
             raise RunError(f"{identity}: {error} (traceback in {folder / 'error.log'})") from None
         publish(folder, Path(typed.results_dir) / "runs" / identity)
+
+
+def _same_root(folder: Path, config: Config) -> bool:
+    """Whether a run was last started with the same data folder; another may hold other data."""
+    root: str | None = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "data.root")
+    return root == config.data.root
 
 
 def _carry_out(folder: Path, config: Config, arguments: Sequence[str]) -> None:

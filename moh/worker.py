@@ -45,7 +45,8 @@ from moh.runner import (
 )
 from moh.signals import stop_at_once
 from moh.tasks.base import Evaluation, Task
-from moh.training.loop import DTYPES, Trainer
+from moh.training.gradients import DTYPES
+from moh.training.loop import Trainer
 from moh.training.parallel import gathered
 from moh.training.progress import RunProgress
 

@@ -32,7 +32,7 @@ from moh.reporting.similarity_figures import pair_mean, similarity_matrices
 from moh.reporting.style import save_png
 from moh.runner import load_config, run_id, write_json
 from moh.tasks.base import Look
-from moh.training.loop import DTYPES
+from moh.training.gradients import DTYPES
 from moh.training.progress import RunProgress
 from moh.validation import validate
 from moh.worker import build_task, load_weights, set_up

@@ -151,10 +151,40 @@ def test_the_run_folder_is_a_function_of_config_and_seed():
     first = run_id(compose_config(["experiment=demo/vit/mha"]))
     assert first == run_id(compose_config(["experiment=demo/vit/mha"]))
     assert first.startswith("demo/vit/mha/seed0-")
-    for change in ("optim.lr=0.1", "seed=1", "heads=moh_50", "model.drop_path_rate=0.3"):
-        assert run_id(compose_config(["experiment=demo/vit/mha", change])) != first
-    for same in ("logger.wandb=disabled", "mode=eval", "results_dir=elsewhere"):
-        assert run_id(compose_config(["experiment=demo/vit/mha", same])) == first
+    for change in (
+        "optim.lr=0.1",
+        "seed=1",
+        "heads=moh_50",
+        "model.drop_path_rate=0.3",
+        "trainer.global_batch=64",
+        "trainer.samples=1280",
+        "trainer.precision=bf16",
+        "trainer.ema_decay=0.9",
+        "task.mix_batch=4",
+        "eval.precision=bf16",
+    ):
+        assert run_id(compose_config(["experiment=demo/vit/mha", change])) != first, change
+    for same in (
+        "logger.wandb=disabled",
+        "mode=eval",
+        "results_dir=elsewhere",
+        "heads.execution=dense",
+        "data.root=elsewhere.npz",
+        "data.workers=2",
+        "eval.batch=250",
+        "eval.save_samples=true",
+        "launcher.processes=2",
+        "trainer.activation_checkpointing=true",
+        "trainer.checkpoint_every=1280",
+        "trainer.compile=true",
+        "trainer.device=cpu",
+        "trainer.device_batch=64",
+        "trainer.keep_at=[1280]",
+        "trainer.log_every=1",
+        "trainer.parallel=fsdp",
+        "trainer.threads=2",
+    ):
+        assert run_id(compose_config(["experiment=demo/vit/mha", same])) == first, same
     few, many = (compose_config(["experiment=vit/mha_s", f"data.workers={n}"]) for n in (2, 16))
     assert run_id(few) == run_id(many)
 

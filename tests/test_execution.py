@@ -402,11 +402,13 @@ def test_cost_does_not_depend_on_execution():
     assert costs[0] == costs[1]
 
 
-def test_run_names_do_not_change_with_the_new_setting():
-    """A default is no part of a run's name: records made before it was there keep theirs."""
+def test_execution_is_no_part_of_a_runs_name():
+    """It changes rounding alone; and a setting that later versions add renames no run."""
     config = compose_config(["experiment=demo/vit/moh_75"])
     before = OmegaConf.create(OmegaConf.to_container(config))
-    del before.heads.execution
+    del before.heads.straight_through
     assert config_hash(config) == config_hash(before)
     config.heads.execution = "dense"
+    assert config_hash(config) == config_hash(before)
+    config.heads.straight_through = False
     assert config_hash(config) != config_hash(before)

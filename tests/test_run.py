@@ -70,13 +70,15 @@ def test_accumulation_changes_rounding_alone(family, tmp_path):
             family,
             tmp_path / str(device_batch),
             f"trainer.device_batch={device_batch}",
-            "heads.balance_coef=0",
-            *(["model.drop_path_rate=0"] if family == "vit" else []),
+            "mode=train",
         )
         run(config)
-        rows = (folder_of(config) / "curves.jsonl").read_text().splitlines()
-        losses.append(torch.tensor([json.loads(row)["task_loss"] for row in rows]))
-    torch.testing.assert_close(losses[0], losses[1], rtol=2e-5, atol=1e-6)
+        curve = (folder_of(config) / "curves.jsonl").read_text()
+        rows = [json.loads(row) for row in curve.splitlines()]
+        names = ("task_loss", "balance_loss", "loss", "grad_norm")
+        loads = [torch.tensor(row[key]) for row in rows for key in row if "head_load" in key]
+        losses.append([torch.tensor([row[name] for row in rows for name in names]), *loads])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["vit", "dit", "llm"])
@@ -85,7 +87,8 @@ def test_activation_checkpointing_recomputes_and_changes_nothing(family, tmp_pat
     forward = TwoStageRouter.forward
 
     def counted(self, *inputs):
-        calls.append(1)
+        if torch.is_grad_enabled():  # not in the pass that looks for random numbers
+            calls.append(1)
         return forward(self, *inputs)
 
     monkeypatch.setattr(TwoStageRouter, "forward", counted)

@@ -15,6 +15,14 @@ from moh.training import checkpoint
 
 TINY = {
     "vit": ["experiment=demo/vit/moh_50", "model.args.depths=[1,1]"],
+    "timm": [
+        "experiment=demo/vit/mha",
+        "model=timm",
+        "model.name=vit_tiny_patch16_224",
+        "model.pretrained=false",
+        "model.drop_path_rate=0",
+        "model.num_classes=10",
+    ],
     "dit": [
         "experiment=demo/dit/moh_50",
         "model.depth=1",

@@ -8,7 +8,14 @@ Tensor names end in their dimensions:
     C queries of a head that are taken together.
 """
 
-from moh.heads.balance import balance_loss, head_load, routers, sum_counts
+from moh.heads.balance import (
+    balance_loss,
+    head_load,
+    routers,
+    selection_counts,
+    set_selection_counts,
+    sum_counts,
+)
 from moh.heads.control import draws_by_prefix, set_draws
 from moh.heads.draws import combine
 from moh.heads.execution import attend, execution_of, gate_heads, set_execution
@@ -42,8 +49,10 @@ __all__ = [
     "gate_heads",
     "head_load",
     "routers",
+    "selection_counts",
     "set_draws",
     "set_execution",
+    "set_selection_counts",
     "sparse_attention",
     "sum_counts",
 ]

@@ -17,27 +17,56 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
             yield name, module
 
 
+def selection_counts(model: nn.Module | Iterable[Router]) -> Tensor:
+    """What each router counted in the last forward pass, one after the other.
+
+    Args:
+        model: a model, or its routers.
+
+    Returns:
+        Float32 (sum of E + 1,): how many tokens selected each routed head of a layer, then how
+        many tokens there were. Empty before a forward pass.
+    """
+    statistics = [router.statistics for router in _routers(model) if router.statistics is not None]
+    counts = [part for s in statistics for part in (s.selected_sum_E, s.num_tokens.view(1))]
+    return torch.cat(counts) if counts else torch.zeros(0)
+
+
+def set_selection_counts(model: nn.Module | Iterable[Router], counts: Tensor) -> None:
+    """Replace the counts of the last forward pass by those of more tokens.
+
+    The probabilities stay those of the last forward pass, with their gradient. So
+    :func:`balance_loss` is then its part of the loss: over all parts of the batch that was
+    counted they add up to the loss of the whole batch, and their gradients to its gradient.
+    :func:`head_load` is that of the whole batch.
+
+    Args:
+        model: a model, or its routers.
+        counts: sums of :func:`selection_counts` over all parts.
+    """
+    counted = [router for router in _routers(model) if router.statistics is not None]
+    sizes = [router.plan.num_routed + 1 for router in counted]
+    for router, total in zip(counted, counts.split(sizes), strict=True):
+        assert router.statistics is not None
+        router.statistics = router.statistics._replace(
+            selected_sum_E=total[:-1], num_tokens=total[-1]
+        )
+
+
 def sum_counts(model: nn.Module | Iterable[Router], add_up: Callable[[Tensor], object]) -> None:
     """Replace each router's counts of the last forward pass by their sums over processes.
 
-    The probabilities stay those of this process, with their gradient. So :func:`balance_loss`
-    is then this process's part of the loss: over the processes the parts add up to the loss of
-    all their tokens together, and their gradients to its gradient. :func:`head_load` is that of
-    all tokens.
+    See :func:`set_selection_counts` for what this makes of :func:`balance_loss`.
 
     Args:
         model: a model, or its routers.
         add_up: replaces a tensor by its sum over the processes, in place; called once.
     """
-    counted = [router for router in _routers(model) if router.statistics is not None]
-    if not counted:
-        return
-    statistics = [router.statistics for router in counted if router.statistics is not None]
-    flat = torch.cat([torch.cat([s.selected_sum_E, s.num_tokens.view(1)]) for s in statistics])
-    add_up(flat)
-    sums = flat.split([len(s.selected_sum_E) + 1 for s in statistics])
-    for router, own, total in zip(counted, statistics, sums, strict=True):
-        router.statistics = own._replace(selected_sum_E=total[:-1], num_tokens=total[-1])
+    found = list(_routers(model))
+    counts = selection_counts(found)
+    if counts.numel():
+        add_up(counts)
+        set_selection_counts(found, counts)
 
 
 def balance_loss(model: nn.Module | Iterable[Router]) -> Tensor | None:

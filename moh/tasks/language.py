@@ -25,7 +25,7 @@ from moh.evaluation.lm_harness import check_data
 from moh.evaluation.lm_metrics import average_metrics, benchmark_metrics, benchmark_table
 from moh.heads import draws_by_prefix
 from moh.tasks.base import Evaluation, Look, Metric, Progress, Task, device_of, spread_over
-from moh.training.loop import DTYPES
+from moh.training.gradients import DTYPES
 
 HELD_OUT = "validation text"
 EMBEDDED = "state-of-the-union"  # the text set that needs no data.root

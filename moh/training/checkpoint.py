@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ def save(
     optimizer: Optimizer,
     ema: nn.Module | None,
     scaler: torch.amp.GradScaler | None,
+    origin: Mapping[str, Any] | None = None,
     keep: int = 2,
     keep_at: Collection[int] = (),
 ) -> Path:
@@ -48,6 +49,7 @@ def save(
     Args:
         folder: the run's ``checkpoints`` folder.
         samples: seen so far; names the checkpoint.
+        origin: what a run that goes on from here must have in common with this one, plain data.
 
     Raises:
         RunError: it could not be written (a full disk, no permission); what was there stays.
@@ -65,6 +67,7 @@ def save(
             "samples": samples,
             "head_plan": plan.to_dict() if plan else None,
             "scaler": scaler.state_dict() if scaler else None,
+            "origin": dict(origin or {}),
         }
         (aside / "extra.json").write_text(json.dumps(extra))
         sizes = {path.name: path.stat().st_size for path in aside.iterdir()}
@@ -120,6 +123,12 @@ def whole(path: Path) -> bool:
         return all((path / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
+
+
+def origin(path: Path) -> dict[str, Any]:
+    """What :func:`save` was told of the run; empty for checkpoints of earlier versions."""
+    found: dict[str, Any] = json.loads((path / "extra.json").read_text()).get("origin", {})
+    return found
 
 
 def load(

@@ -36,6 +36,11 @@ def wrap(model: nn.Module, ema: nn.Module | None, trainer: TrainerConfig) -> nn.
         What to call in place of ``model``. The gradients that it leaves are means over the
         processes.
     """
+    if trainer.compile:
+        import torch._inductor.config
+
+        # Compiled code draws the random numbers that it would draw uncompiled.
+        torch._inductor.config.fallback_random = True
     if trainer.parallel == "fsdp":
         _shard(model, trainer, compiled=trainer.compile)
         if ema is not None:
@@ -45,8 +50,8 @@ def wrap(model: nn.Module, ema: nn.Module | None, trainer: TrainerConfig) -> nn.
         model = DistributedDataParallel(
             model,
             device_ids=None if _device(model).type == "cpu" else [_device(model)],
-            # Buffers are constants here (coordinates of positions): nothing to send.
-            broadcast_buffers=False,
+            # Constants, and statistics of batch norm, which are averaged when they are saved.
+            forward_sync_buffers=False,
             gradient_as_bucket_view=True,
         )
     return cast(nn.Module, torch.compile(model)) if trainer.compile else model
