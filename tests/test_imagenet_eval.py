@@ -398,7 +398,7 @@ def test_a_broken_tree_is_one_line(how, message, lies, tmp_path):
         ("tar", "cut", "cannot read image|cannot read archives"),
         ("tar", "nothing", "holds no .tar archive"),
         ("webdataset", "cut", "cannot read shard|cannot read image"),
-        ("webdataset", "label", "has label 7, model.num_classes is 3"),
+        ("webdataset", "label", r"labels reach 7, but model\.num_classes is 3 \(0\.\.2\)"),
         ("webdataset", "no label", "neither .cls nor a label"),
         ("datasets", "cut", "cannot read data set"),
         ("datasets", "nothing", "holds no .parquet file"),
