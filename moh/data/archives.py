@@ -194,6 +194,8 @@ def _label(content: bytes, kind: str, path: str) -> int | None:
     if not isinstance(described, dict) or "label" not in described:
         return None
     label = described["label"]
+    if isinstance(label, str):
+        return int(label)
     if isinstance(label, bool) or not isinstance(label, int):
         raise ValueError(f"the label in {path} is {label!r}, not a whole number")
     return label

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from moh.data.listing import some
-from moh.errors import RunError
+from moh.data.listing import LISTED
+from moh.errors import RunError, some
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def check_labels(
         raise RunError(f"{where}: labels reach {max(present)}, but {allowed}")
     absent = [str(label) for label in range(num_classes) if label not in present]
     if all_present and absent:
-        raise RunError(f"{where}: no image has label {some(absent)}, but {allowed}")
+        raise RunError(f"{where}: no image has label {some(absent, LISTED)}, but {allowed}")
 
 
 def relabelling(weights: Sequence[str], data: Sequence[str], where: str) -> Tensor | None:
@@ -80,9 +80,10 @@ def relabelling(weights: Sequence[str], data: Sequence[str], where: str) -> Tens
     unknown = [name for name in data if name not in own]
     if unknown or len(weights) != len(data):
         lacking = [name for name in weights if name not in set(data)]
+        here, there = (some(names, LISTED) or "none" for names in (unknown, lacking))
         raise RunError(
-            f"{where}: the weights were trained on other classes; only in the data: "
-            f"{some(unknown) or 'none'}; only in the weights' list: {some(lacking) or 'none'}"
+            f"{where}: the weights were trained on other classes; only in the data: {here}; "
+            f"only in the weights' list: {there}"
         )
     number = {name: label for label, name in enumerate(weights)}
     return torch.tensor([number[name] for name in data])

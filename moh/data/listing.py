@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from moh import distribution
+from moh.errors import some
 
 PICTURES = frozenset(IMG_EXTENSIONS)  # torchvision's suffixes, in any case
 LISTED = 6  # names in one message
@@ -48,14 +49,8 @@ def _fail(error: OSError) -> None:
     raise error
 
 
-def some(names: Sequence[str]) -> str:
-    """The first names, and how many there are beside them."""
-    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
 def say_left_out(where: str | Path, names: Sequence[str], what: str = "not pictures") -> None:
     """Say on the main process's error stream which files of a data set are not used."""
     if names and distribution.is_main():
         count = f"{len(names):,} file{'s' * (len(names) > 1)}"
-        print(f"{where}: {count} left out, {what}: {some(names)}", file=sys.stderr)
+        print(f"{where}: {count} left out, {what}: {some(names, LISTED)}", file=sys.stderr)

@@ -12,8 +12,8 @@ import numpy as np
 from moh.data.archives import ShardReader, TarReader, validation_part
 from moh.data.classes import in_order
 from moh.data.labelled import Images
-from moh.data.listing import PICTURES, files_under, is_hidden, is_picture, say_left_out, some
-from moh.errors import RunError
+from moh.data.listing import LISTED, PICTURES, files_under, is_hidden, is_picture, say_left_out
+from moh.errors import RunError, some
 
 
 class FolderReader(Images):
@@ -59,7 +59,7 @@ class FolderReader(Images):
         if empty:
             raise RunError(
                 f"cannot read images in {self.root}: no image ({_suffixes()}) of class "
-                f"{some(empty)}"
+                f"{some(empty, LISTED)}"
             )
         say_left_out(self.root, sorted(others), "not pictures in a class folder")
 
@@ -100,6 +100,8 @@ class TableReader(Images):
         datasets.disable_progress_bars()
         try:
             table = _open_table(root)
+        except IndexError:  # of datasets opening a table without rows
+            raise RunError(f"{root} holds no row") from None
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise RunError(f"cannot read data set {root}: {str(error).splitlines()[0]}") from None
         for column in ("image", "label"):

@@ -16,11 +16,11 @@ from torch.utils.data import Dataset
 from moh.config import ImagesConfig
 from moh.data import imagenet
 from moh.data.labelled import Images
-from moh.data.listing import is_hidden, some
+from moh.data.listing import LISTED, is_hidden
 from moh.data.readers import READERS
 from moh.data.reading import load, next_batch
 from moh.distribution import share_of
-from moh.errors import RunError
+from moh.errors import RunError, some
 
 FOLDERS = ("val", "validation")
 
@@ -165,5 +165,5 @@ def _validation_folder(root: Path, num_classes: int) -> Path:
         return root
     raise RunError(
         f"{root} has no val/, nor {num_classes} class folders; it has {len(folders)} folders"
-        + (f": {some(folders)}" if folders else "")
+        + (f": {some(folders, LISTED)}" if folders else "")
     )

@@ -68,6 +68,7 @@ class Classification(Task):
     def take_classes(self, names: Sequence[str]) -> None:
         own = self.data.known_names
         if own is None:
+            self.class_names = tuple(names)
             return
         where = f"data.root={self.config.data.root}"
         self._relabelled = relabelling(names, own, where)
