@@ -21,7 +21,8 @@ from moh.backbones.published.vit import to_published
 from moh.cli import compose_config
 from moh.config import ImagesConfig
 from moh.data import imagenet
-from moh.data.readers import READERS, Images
+from moh.data.labelled import Images
+from moh.data.readers import READERS
 from moh.data.validation_images import ValidationImages
 from moh.errors import RunError
 from moh.reporting.records import load_records
