@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,13 @@ from torch import nn
 
 from moh.backbones.published.folders import CONFIG, check_same
 from moh.backbones.published.load import load_published, weight_files
-from moh.config import PRETRAINED
+from moh.config import PRETRAINED, Config
+from moh.data.classes import relabelling
 from moh.errors import RunError
+from moh.tasks.base import Task
 from moh.training import checkpoint
+
+CLASSES = "classes.json"  # beside a folder's config.json
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,22 @@ class Weights:
         for path in self.files:
             digest.update(f"{path.name} {_sha256(path, path.stat().st_mtime_ns)}\n".encode())
         return digest.hexdigest()
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes that they were trained on, in order; None where nothing says.
+
+        A run's record says it, and a file beside weights that were converted from one.
+        """
+        if self.kind == "file":
+            return None
+        is_run = self.kind == "run"
+        record = self.path.parent.parent / "run.json" if is_run else self.path / CLASSES
+        try:
+            names = json.loads(record.read_text())["classes"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return tuple(names) if names else None
 
     def load_into(self, model: nn.Module, family: str, ema: bool) -> int | None:
         """Load them in place.
@@ -103,6 +124,36 @@ def locate(named: str | Path) -> Weights:
 def identity(named: str) -> str:
     """A checkpoint's name by content: the SHA-256 of its files, or ``pretrained``."""
     return PRETRAINED if named == PRETRAINED else locate(named).sha256
+
+
+def settle_classes(config: Config, folder: Path, task: Task) -> tuple[str, ...] | None:
+    """Make the data agree with the classes that the weights of a run were trained on.
+
+    Args:
+        folder: of the run, whose weights these are where no others are named.
+
+    Returns:
+        What the weights were, or will be, trained on, for the run's record; None if unknown.
+
+    Raises:
+        RunError: the data are of other classes, or a training would go on with another order.
+    """
+    if config.mode != "eval":
+        begun = checkpoint.newest(folder / "checkpoints")
+        known = Weights("run", begun).classes if begun is not None else None
+        if known and task.classes and task.classes != known:
+            # Data of the same names may only be in another order.
+            relabelling(known, task.classes, f"data.root={config.data.root}")
+            raise RunError(
+                f"data.root={config.data.root}: classes in another order than the run began with"
+            )
+        return known or task.classes
+    if config.checkpoint == PRETRAINED:
+        return None
+    known = locate(config.checkpoint or folder).classes
+    if known:
+        task.take_classes(known)
+    return known
 
 
 def describe(named: str, model: nn.Module) -> dict[str, Any]:

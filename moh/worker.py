@@ -86,6 +86,7 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
     samples = load_weights(config, folder, model) if config.mode == "eval" else None
     if config.mode == "eval":
         task.check_evaluation()
+    classes = weights.settle_classes(config, folder, task)
     budget = config.weights_at or config.trainer.samples or 1
     record: dict[str, Any] = {
         "run_id": identity,
@@ -106,6 +107,8 @@ def execute(folder: Path, arguments: Sequence[str]) -> None:
         "seconds": _earlier_seconds(folder),
         "started": started,
     }
+    if classes:
+        record["classes"] = classes
     if given:
         # Not a training of ours: no share of a budget, no batch of an optimiser.
         del record["share"], record["global_batch"]

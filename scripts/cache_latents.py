@@ -30,10 +30,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
 
 from moh.data.encoding import Encoder, list_hash, read_crop
-from moh.data.folder import open_folder
 from moh.data.latents import (
     INDEX,
     METADATA,
@@ -43,6 +41,7 @@ from moh.data.latents import (
     shard_path,
     skipped_images,
 )
+from moh.data.readers import FolderReader
 from moh.data.reading import Key, load, next_batch
 from moh.errors import RunError
 from moh.runner import locked, write_json
@@ -54,7 +53,7 @@ SHOWN = 20  # skipped images that are named in the terminal
 class Crops(Dataset):
     """Crops by place in the folder's list; zeros where an image cannot be read."""
 
-    def __init__(self, folder: ImageFolder, size: int) -> None:
+    def __init__(self, folder: FolderReader, size: int) -> None:
         self.folder, self.size = folder, size
 
     def __len__(self) -> int:
@@ -71,7 +70,7 @@ class Crops(Dataset):
 
 def encode(
     options: argparse.Namespace,
-    folder: ImageFolder,
+    folder: FolderReader,
     index: LatentIndex,
     encoder: Encoder,
     numbers: list[int],
@@ -88,12 +87,11 @@ def encode(
         for start in range(0, len(part), options.batch)
     ]
     loader = load(Crops(folder, index.pixels), places, options.workers)
-    root = Path(folder.root)
     for keys in places:
         pixels, labels, reasons = next_batch(loader)
         kept = torch.tensor([not why for why in reasons])
         skipped = {
-            Path(folder.samples[place][0]).relative_to(root).as_posix(): why
+            Path(folder.samples[place][0]).relative_to(folder.root).as_posix(): why
             for (place,), why in zip(keys, reasons, strict=True)
             if why
         }
@@ -133,15 +131,15 @@ def write_shard(
         aside.unlink(missing_ok=True)
 
 
-def make_index(options: argparse.Namespace, folder: ImageFolder, encoder: Encoder) -> LatentIndex:
+def make_index(options: argparse.Namespace, folder: FolderReader, encoder: Encoder) -> LatentIndex:
     """The index of the cache that the options ask for."""
     if options.size % encoder.factor:
         raise ValueError(f"--size {options.size} is not a multiple of the VAE's {encoder.factor}")
     side = options.size // encoder.factor
     return LatentIndex(
-        classes=folder.classes,
+        classes=list(folder.class_names),
         images=len(folder.samples),
-        images_sha256=list_hash(Path(folder.root), folder),
+        images_sha256=list_hash(folder),
         pixels=options.size,
         latent=[encoder.channels, side, side],
         vae=encoder.source,
@@ -200,7 +198,7 @@ def whole(out: Path, index: LatentIndex, number: int) -> bool:
 def cache(options: argparse.Namespace) -> int:
     """Make this part's share of the shards."""
     part, parts = options.part
-    folder = open_folder(options.images / "train")
+    folder = FolderReader(options.images / "train")
     encoder = Encoder(options.vae)
     index = make_index(options, folder, encoder)
     lock = options.out / ".parts" / f"{part}of{parts}"
@@ -212,7 +210,7 @@ def cache(options: argparse.Namespace) -> int:
 
 
 def make_shards(
-    options: argparse.Namespace, folder: ImageFolder, encoder: Encoder, index: LatentIndex
+    options: argparse.Namespace, folder: FolderReader, encoder: Encoder, index: LatentIndex
 ) -> None:
     """Encode and write what this part's share lacks."""
     part, parts = options.part

@@ -36,10 +36,10 @@ from moh.backbones.transnext import SIZES
 from moh.cli import compose_config, experiments
 from moh.config import Config, HeadsConfig, ModelConfig, TimmConfig
 from moh.errors import RunError
-from moh.runner import load_config
+from moh.runner import load_config, write_json
 from moh.training import checkpoint
 from moh.validation import validate
-from moh.weights import Weights, locate
+from moh.weights import CLASSES, Weights, locate
 
 FOLDERS = {"timm": "vit", "dit": "dit", "llama": "llm"}  # of conf/experiment/
 
@@ -206,6 +206,8 @@ def convert(options: argparse.Namespace) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     write = write_published if options.to == "published" else write_ours
     write(model, converted.family, target)
+    if weights.classes and target.is_dir():
+        write_json(target / CLASSES, {"classes": weights.classes})
     print(f"{options.source}: {converted.of}")
     print(f"  {plan or 'plain MHA'}; {parameters:,} parameters")
     if converted.family == "llama" and target.is_dir():

@@ -35,6 +35,7 @@ from moh.tasks.base import Look
 from moh.training.gradients import DTYPES
 from moh.training.progress import RunProgress
 from moh.validation import validate
+from moh.weights import settle_classes
 from moh.worker import build_task, load_weights, set_up
 
 SHOWN = {"pattern": "patterns", "output": "outputs", "gated_output": "gated outputs"}
@@ -124,6 +125,7 @@ def _look(config: Config, folder: Path, samples: int | None) -> tuple[Look, dict
     built = without_pretrained(config.model) if own else config.model
     model = build_model(built, config.heads, config.seed, DTYPES[config.eval.precision])
     load_weights(config, folder, model)
+    settle_classes(config, folder, task)
     model = model.to(device).eval()
     similarity = HeadSimilarity()
     with RunProgress(config.name, config.logger.progress) as progress, similarity.watch(model):

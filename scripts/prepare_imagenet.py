@@ -28,9 +28,9 @@ from typing import Any
 
 from arguments import positive
 from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from moh.data.reading import open_picture
+from moh.data.listing import files_under, is_hidden, is_picture
+from moh.data.pixels import is_deep, open_picture
 from moh.data.text import cache_folder
 from moh.errors import RunError
 from moh.signals import end_with_parent
@@ -40,6 +40,7 @@ SHOWN = 50  # bad files that are named in the terminal
 ORIENTATION = 0x0112
 NOTES = {
     "grey": "grey",
+    "deep": "grey of 16 bits, scaled to 8",
     "cmyk": "CMYK",
     "alpha": "palette or alpha",
     "misnamed": "named as another format than they have",
@@ -83,11 +84,10 @@ def check_class(root: str, folder: str) -> ClassReport:
     where = Path(root) / folder
     report = ClassReport(folder, stamp_of(where))
     notes: Counter[str] = Counter()
-    for path in sorted(p for p in where.rglob("*") if p.is_file()):
+    pictures, others = files_under(where)
+    report.ignored = [Path(path).relative_to(root).as_posix() for path in others]
+    for path in map(Path, pictures):
         name = path.relative_to(root).as_posix()
-        if path.suffix.lower() not in IMG_EXTENSIONS:
-            report.ignored.append(name)
-            continue
         try:
             open_picture(path)
         except RunError as error:
@@ -103,7 +103,8 @@ def peculiarities(path: Path) -> list[str]:
     """What is out of the ordinary in an image that can be decoded."""
     with Image.open(path) as image:
         found = {
-            "grey": image.mode in ("L", "1", "I;16", "LA"),
+            "grey": image.mode in ("L", "1", "LA"),
+            "deep": is_deep(image),
             "cmyk": image.mode == "CMYK",
             "alpha": image.mode in ("P", "PA", "RGBA"),
             "misnamed": path.suffix.lower() not in formats()[image.format or ""],
@@ -136,7 +137,7 @@ def class_folders(root: Path, split: str) -> list[str]:
     where = root / split
     if not where.is_dir():
         raise RunError(f"{where} is not a folder: an ImageNet folder has train/ and val/")
-    found = sorted(entry.name for entry in os.scandir(where) if entry.is_dir())
+    found = sorted(e.name for e in os.scandir(where) if e.is_dir() and not is_hidden(e.name))
     return [f"{split}/{name}" for name in found]
 
 
@@ -276,7 +277,9 @@ def sort_val(options: argparse.Namespace) -> int:
         raise RunError(f"{folder} is not a folder")
     labels = read_labels(options.labels)
     flat = sorted(
-        path for path in folder.iterdir() if path.is_file() and path.suffix in (".JPEG", ".jpeg")
+        path
+        for path in folder.iterdir()
+        if path.is_file() and is_picture(path.name) and not is_hidden(path.name)
     )
     if unknown := [path.name for path in flat if path.stem not in labels]:
         raise RunError(
@@ -289,7 +292,7 @@ def sort_val(options: argparse.Namespace) -> int:
             target.mkdir(exist_ok=True)
             path.rename(target / path.name)
             progress("sorting", number, len(flat))
-    inside = {path.stem for path in folder.glob("*/*")}
+    inside = {path.stem for path in folder.glob("*/*") if is_picture(path.name)}
     missing = sorted(labels.keys() - inside)
     said = f"{folder}: {len(flat):,} moved, {len(inside):,} of {len(labels):,} in place"
     console.print(said, soft_wrap=True)

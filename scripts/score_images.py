@@ -2,9 +2,10 @@
 
     python scripts/score_images.py GENERATED REFERENCE [--features inception] [--json]
 
-Each is a folder of images (png, jpg, jpeg), an .npz whose arr_0 is uint8 (N, H, W, 3), or a run
-folder that kept its samples; the reference may be one of ADM's reference batches, whose statistics
-are then used. Inception gives FID, sFID, inception score, precision and recall; another network
+Each is a folder of images (png, jpg, webp, tif, ...), an .npz whose arr_0 is uint8 (N, H, W, 3), or
+a run folder that kept its samples; the reference may be one of ADM's reference batches, whose
+statistics are then used. Images are decoded as training decodes them: alpha is dropped, grey of 16
+bits scaled to 8. Inception gives FID, sFID, inception score, precision and recall; another network
 gives a Fréchet distance, precision and recall under its own name. Exit status 1 if a set or the
 weights cannot be read.
 """

@@ -19,7 +19,7 @@ from PIL import Image
 from tiny_runs import folder_of, weights
 
 from moh.cli import compose_config
-from moh.data import reading
+from moh.data import pixels, reading
 from moh.data.folder import FolderImages, RepeatedOrder
 from moh.data.order import ShuffledOrder
 from moh.errors import RunError, StoppedError
@@ -200,14 +200,14 @@ def test_images_of_every_kind_are_shown_as_they_are(tmp_path):
     batch = data.train_batch(data.order(0), 0, 48)
     assert batch["images"].isfinite().all()
     where = made / "train" / "n01"
-    plain = np.asarray(reading.open_picture(where / "plain.JPEG"), dtype=int)
+    plain = np.asarray(pixels.open_picture(where / "plain.JPEG"), dtype=int)
     assert plain.shape == (48, 60, 3)
     for name in ("grey.JPEG", "cmyk.JPEG", "palette.png", "misnamed.JPEG"):
-        assert reading.open_picture(where / name).mode == "RGB"
+        assert pixels.open_picture(where / name).mode == "RGB"
     original = np.asarray(made_images.picture(KINDS.index("misnamed")))
-    assert np.array_equal(np.asarray(reading.open_picture(where / "misnamed.JPEG")), original)
+    assert np.array_equal(np.asarray(pixels.open_picture(where / "misnamed.JPEG")), original)
     # Rotation by EXIF is ignored, as in every training on ImageNet.
-    rotated = np.asarray(reading.open_picture(where / "rotated.JPEG"), dtype=int)
+    rotated = np.asarray(pixels.open_picture(where / "rotated.JPEG"), dtype=int)
     original = np.asarray(made_images.picture(KINDS.index("rotated")), dtype=int)
     assert np.abs(rotated - original).mean() < 10
 

@@ -62,7 +62,7 @@ def test_a_folder_is_read_in_order_of_name_as_rgb(tmp_path):
 
 def test_a_folder_that_is_no_set_costs_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match=r"empty holds no pictures \(\.png, \.jpg, \.jpeg\)"):
+    with pytest.raises(RunError, match=r"empty holds no pictures \(\.bmp, \.jpeg, \.jpg, "):
         open_images(tmp_path / "empty")
     folder = save_folder(tmp_path / "set", pictures(2))
     Image.fromarray(pictures(1, 9)[0]).save(folder / "0002.png")

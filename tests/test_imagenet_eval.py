@@ -21,7 +21,8 @@ from moh.backbones.published.vit import to_published
 from moh.cli import compose_config
 from moh.config import ImagesConfig
 from moh.data import imagenet
-from moh.data.readers import READERS, Images
+from moh.data.labelled import Images
+from moh.data.readers import READERS
 from moh.data.validation_images import ValidationImages
 from moh.errors import RunError
 from moh.reporting.records import load_records
@@ -398,7 +399,7 @@ def test_a_broken_tree_is_one_line(how, message, lies, tmp_path):
         ("tar", "cut", "cannot read image|cannot read archives"),
         ("tar", "nothing", "holds no .tar archive"),
         ("webdataset", "cut", "cannot read shard|cannot read image"),
-        ("webdataset", "label", "has label 7, model.num_classes is 3"),
+        ("webdataset", "label", r"labels reach 7, but model\.num_classes is 3 \(0\.\.2\)"),
         ("webdataset", "no label", "neither .cls nor a label"),
         ("datasets", "cut", "cannot read data set"),
         ("datasets", "nothing", "holds no .parquet file"),

@@ -12,12 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
 
 from moh.config import ImagesConfig
-from moh.data.folder import open_folder
+from moh.data import imagenet
 from moh.data.order import ShuffledOrder, generator
-from moh.data.reading import Key, LoadAhead, open_picture
+from moh.data.pixels import open_picture
+from moh.data.readers import FolderReader
+from moh.data.reading import Key, LoadAhead
 from moh.errors import RunError
 
 
@@ -118,6 +119,7 @@ class EncodedFolder:
 
     Attributes:
         class_names: folder names, in order.
+        known_names: the same, None where they are numbers.
         fingerprint: of the file list and the VAE.
     """
 
@@ -131,15 +133,16 @@ class EncodedFolder:
             raise RunError(f"data.vae is not set: {config.name} needs an AutoencoderKL's folder")
         root = Path(config.root) / "train"
         self.config = config
-        self._folder = open_folder(root, num_classes)
+        self._folder = FolderReader(root)
+        self.class_names = imagenet.check_classes(self._folder, config.name, num_classes, str(root))
+        self.known_names = imagenet.known_names(self.class_names, config.name, num_classes)
         self.encoder = Encoder(config.vae)
         if self.encoder.channels != config.channels:
             raise RunError(
                 f"data.vae {config.vae} gives {self.encoder.channels} channels, data.channels is "
                 f"{config.channels}"
             )
-        self.class_names = tuple(self._folder.classes)
-        listed = f"{list_hash(root, self._folder)} {self.encoder.sha256}"
+        listed = f"{list_hash(self._folder)} {self.encoder.sha256}"
         self.fingerprint = hashlib.sha256(listed.encode()).hexdigest()
         self._ahead: LoadAhead | None = None
         self._order: ShuffledOrder | None = None
@@ -182,7 +185,7 @@ class EncodedFolder:
 class _Crops(Dataset[tuple[Tensor, Tensor, int]]):
     """Crops and noise by (sample number, index, flip)."""
 
-    def __init__(self, folder: ImageFolder, size: int, seed: int, latent: tuple[int, ...]) -> None:
+    def __init__(self, folder: FolderReader, size: int, seed: int, latent: tuple[int, ...]) -> None:
         self.folder, self.size, self.seed, self.latent = folder, size, seed, latent
 
     def __len__(self) -> int:
@@ -208,11 +211,11 @@ def flipped(uniform_B1: Tensor, flip: bool) -> Tensor:
     return ((uniform_B1[:, 0] < 0.5) & flip).long()
 
 
-def list_hash(root: Path, folder: ImageFolder) -> str:
+def list_hash(folder: FolderReader) -> str:
     """SHA-256 of the paths and classes of a folder's images; the pictures are not read."""
     digest = hashlib.sha256()
     for path, label in folder.samples:
-        digest.update(f"{Path(path).relative_to(root).as_posix()}\0{label}\n".encode())
+        digest.update(f"{Path(path).relative_to(folder.root).as_posix()}\0{label}\n".encode())
     return digest.hexdigest()
 
 

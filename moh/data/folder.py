@@ -16,7 +16,6 @@ from PIL import Image, ImageOps
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
 
 from moh.config import ClassificationConfig, ImagesConfig
 from moh.data.order import ShuffledOrder, stable_seed
@@ -147,23 +146,6 @@ class FolderImages(ValidationImages):
 def _numbered(order: ShuffledOrder, first: int, count: int) -> list[Key]:
     indices, _ = order.take(first, count)
     return list(zip(range(first, first + count), indices.tolist(), strict=True))
-
-
-def open_folder(folder: Path, num_classes: int | None = None) -> ImageFolder:
-    """The images of a folder with a folder a class.
-
-    Raises:
-        RunError: no such folder, a class without an image, or not ``num_classes`` of them.
-    """
-    try:
-        opened = ImageFolder(str(folder))
-    except (OSError, FileNotFoundError) as error:
-        raise RunError(f"cannot read images in {folder}: {str(error).splitlines()[0]}") from None
-    if num_classes is not None and len(opened.classes) != num_classes:
-        raise RunError(
-            f"{folder} has {len(opened.classes)} class folders, model.num_classes is {num_classes}"
-        )
-    return opened
 
 
 def allow_zero_bits(transform: Any) -> None:

@@ -9,7 +9,11 @@ from functools import cache
 
 from timm.data import ImageNetInfo
 
-from moh.data.readers import LISTED, FolderReader, Images, ShardReader
+from moh.data.archives import ShardReader
+from moh.data.classes import check_labels, numbered, real_names
+from moh.data.labelled import Images
+from moh.data.listing import LISTED
+from moh.data.readers import FolderReader
 from moh.errors import RunError
 
 VALIDATION_IMAGES = 50_000
@@ -40,30 +44,49 @@ def check_classes(images: Images, name: str, num_classes: int, where: str) -> tu
         where: what to call the images in a message.
 
     Returns:
-        Class names; ImageNet's own where the images only number them.
+        Class names; where the images only number them ImageNet's own, or the numbers.
 
     Raises:
         RunError: another number of classes, other classes, or another order of them.
     """
-    imagenet = is_imagenet(name, num_classes)
-    highest, lowest = max(images.labels), min(images.labels)
-    if lowest < 0 or highest >= num_classes:
-        wrong = lowest if lowest < 0 else highest
-        raise RunError(f"{where} has label {wrong}, model.num_classes is {num_classes}")
     names = images.class_names
-    if names is None:
-        if imagenet and isinstance(images, ShardReader):
-            _check_keys(images, where)
-        return synsets() if imagenet else tuple(str(i) for i in range(num_classes))
-    if len(names) != num_classes:
+    if names is not None:
         kind = "class folders" if isinstance(images, FolderReader) else "classes"
+        check_names(names, name, num_classes, f"{where} has {len(names)} {kind}")
+    check_labels(images.labels, num_classes, where)
+    if names is None:
+        if is_imagenet(name, num_classes):
+            if isinstance(images, ShardReader):
+                _check_keys(images, where)
+            return synsets()
+        return numbered(num_classes)
+    return names
+
+
+def check_names(names: Sequence[str], name: str, num_classes: int, where: str) -> None:
+    """Refuse classes that cannot be the model's.
+
+    Args:
+        where: the data and how many classes they have, in words.
+
+    Raises:
+        RunError: another number of classes, other classes, or another order of them.
+    """
+    if len(names) != num_classes:
         raise RunError(
-            f"{where} has {len(names)} {kind}, model.num_classes is {num_classes}"
+            f"{where}, model.num_classes is {num_classes}"
             + (_missing(names) if num_classes == len(synsets()) else "")
         )
-    if imagenet and names != synsets():
+    if is_imagenet(name, num_classes) and tuple(names) != synsets():
         _check_words(names, where)
-    return names
+
+
+def known_names(names: Sequence[str], name: str, num_classes: int) -> tuple[str, ...] | None:
+    """What a run records of the names that passed :func:`check_names`.
+
+    ImageNet's classes have several spellings: its ids stand for all. None for mere numbers.
+    """
+    return synsets() if is_imagenet(name, num_classes) else real_names(names)
 
 
 def _missing(names: Sequence[str]) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moh.config import ImagesConfig
+from moh.data.classes import numbered, real_names
+from moh.data.image_arrays import read_arrays
 from moh.data.order import ShuffledOrder
 from moh.distribution import share_of
 from moh.errors import RunError
@@ -42,8 +41,9 @@ class ImageSet:
     Attributes:
         train, test: uint8 (n, C, size, size).
         train_labels, test_labels: int64 (n,).
-        class_names: one a class.
+        class_names: one a class; numbers where the file names none.
         fingerprint: SHA-256 of the file they came from.
+        sizes: pixels on a side in the file, of both.
     """
 
     train: Tensor
@@ -53,41 +53,39 @@ class ImageSet:
     class_names: tuple[str, ...]
     fingerprint: str
     config: ImagesConfig
+    sizes: tuple[int, int]
 
     @classmethod
-    def load(cls, config: ImagesConfig) -> ImageSet:
-        """Read the ``.npz`` of the form of the embedded one and resize it to ``config.size``.
+    def load(cls, config: ImagesConfig, num_classes: int) -> ImageSet:
+        """Read an ``.npz`` of the form of the embedded one and resize it to ``config.size``.
+
+        Args:
+            num_classes: of the model.
 
         Raises:
-            RunError: no such file, or not of the form; one line.
+            RunError: no such file, not of the form, or not fit for the model; one line.
         """
         if config.form != "npz":
             raise RunError(f"data {config.name}: this task cannot train on data.form {config.form}")
         path = Path(config.root) if config.root else EMBEDDED
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise RunError(f"cannot read images {path}: {error.strerror}") from None
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                parts = {
-                    name: arrays[name]
-                    for name in ("train_images", "train_labels", "test_images", "test_labels")
-                }
-        except (ValueError, KeyError, OSError, EOFError, BadZipFile) as error:
-            raise RunError(
-                f"{path} is not an image set: needs train_images, train_labels, test_images, "
-                f"test_labels ({str(error).splitlines()[0]})"
-            ) from None
+        where = f"data.root={config.root}" if config.root else f"data {config.name}"
+        found = read_arrays(path, where, config.channels, num_classes)
+        names = found.class_names if config.root else CLASS_NAMES
         return cls(
-            train=_resize(torch.from_numpy(parts["train_images"]), config),
-            train_labels=torch.from_numpy(parts["train_labels"]).long(),
-            test=_resize(torch.from_numpy(parts["test_images"]), config),
-            test_labels=torch.from_numpy(parts["test_labels"]).long(),
-            class_names=CLASS_NAMES,
-            fingerprint=hashlib.sha256(raw).hexdigest(),
+            train=_resize(torch.from_numpy(found.train), config),
+            train_labels=torch.from_numpy(found.train_labels),
+            test=_resize(torch.from_numpy(found.test), config),
+            test_labels=torch.from_numpy(found.test_labels),
+            class_names=names or numbered(num_classes),
+            fingerprint=found.sha256,
             config=config,
+            sizes=(found.train.shape[1], found.test.shape[1]),
         )
+
+    @property
+    def known_names(self) -> tuple[str, ...] | None:
+        """Class names that the data state; None where they number their classes."""
+        return real_names(self.class_names)
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 images to float32 with the configured mean and standard deviation."""
@@ -108,7 +106,8 @@ class ImageSet:
     @property
     def preparation(self) -> str:
         """What is done to an image, in words."""
-        return f"{self.config.size} px"
+        size, stored = self.config.size, self.sizes[1]
+        return f"{size} px" if stored == size else f"{stored} px resized to {size} px bilinear"
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -172,15 +171,9 @@ def augment(images_BCHW: Tensor, uniform_B3: Tensor, padding: int, flip: bool) -
     return taken_BSSC.movedim(-1, 1).contiguous()
 
 
-def _resize(images_NHW: Tensor, config: ImagesConfig) -> Tensor:
-    """(n, S, S) or (n, S, S, C) uint8 to (n, C, size, size) uint8, antialiased."""
-    if images_NHW.ndim == 3:
-        images_NHW = images_NHW[..., None]
-    images = images_NHW.movedim(-1, 1)
-    if images.shape[1] != config.channels:
-        if images.shape[1] != 1:
-            raise RunError(f"images have {images.shape[1]} channels, data.channels says otherwise")
-        images = images.expand(-1, config.channels, -1, -1)
+def _resize(images_NHWC: Tensor, config: ImagesConfig) -> Tensor:
+    """(n, S, S, C) uint8 to (n, channels, size, size) uint8, antialiased; grey fills them all."""
+    images = images_NHWC.movedim(-1, 1).expand(-1, config.channels, -1, -1)
     if images.shape[-1] != config.size:
         resized = F.interpolate(
             images.float(), size=config.size, mode="bilinear", antialias=True, align_corners=False

@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moh.config import ImagesConfig
+from moh.data import imagenet
+from moh.data.classes import check_labels
 from moh.data.encoding import draw, flipped, posterior_noise, require_plain_scale
 from moh.data.order import ShuffledOrder
 from moh.data.reading import ReadAhead
@@ -124,6 +126,10 @@ class Shard:
             raise RunError(
                 f"{path} is damaged ({error}); delete it and run scripts/cache_latents.py again"
             ) from None
+        if self.labels.ndim != 1 or self.labels.dtype != np.int64:
+            raise RunError(
+                f"{path}: labels are {self.labels.dtype} {self.labels.shape}, not int64 (n,)"
+            )
         wanted = [len(self.labels), 2, 2, *index.latent], DTYPES[index.dtype]
         if about.get("index") != index.fingerprint or about.get("shard") != number:
             raise RunError(f"{path} is of another cache than {folder / INDEX}")
@@ -149,6 +155,7 @@ class CachedLatents:
 
     Attributes:
         class_names: folder names, in order.
+        known_names: the same, None where they are numbers.
         fingerprint: of the cache's index and the images that are not in it.
         scale, shift: of the VAE.
     """
@@ -169,13 +176,13 @@ class CachedLatents:
                 f"{folder} holds latents of {'x'.join(map(str, index.latent))}, the data are "
                 f"{config.channels}x{config.size}x{config.size} (data.channels, data.size)"
             )
-        if len(index.classes) != num_classes:
-            raise RunError(
-                f"{folder} has {len(index.classes)} classes, model.num_classes is {num_classes}"
-            )
+        names = tuple(index.classes)
+        counted = f"{folder} has {len(names)} classes"
+        imagenet.check_names(names, config.name, num_classes, counted)
         self.config = config
         self.scale, self.shift = index.scale, index.shift
-        self.class_names = tuple(index.classes)
+        self.class_names = names
+        self.known_names = imagenet.known_names(names, config.name, num_classes)
         self._shards = [Shard(folder, index, i) for i in range(index.num_shards)]
         # Image i is in the last shard whose first image is not after it.
         self._first = np.cumsum([0, *(len(shard) for shard in self._shards)])
@@ -183,6 +190,8 @@ class CachedLatents:
         self.fingerprint = hashlib.sha256(repr((index.fingerprint, skipped)).encode()).hexdigest()
         if not self.num_train:
             raise RunError(f"{folder} holds no image: none of {index.images} could be read")
+        labels = [label for shard in self._shards for label in shard.labels.tolist()]
+        check_labels(labels, num_classes, f"data.root={folder}: labels", all_present=True)
         self._ahead: ReadAhead[dict[str, Tensor]] | None = None
         self._order: ShuffledOrder | None = None
 

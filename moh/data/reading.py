@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -151,25 +148,3 @@ def next_batch(loader: Iterator[list[Tensor]]) -> list[Tensor]:
         raise RunError(str(error).strip().splitlines()[-1].rpartition("RunError: ")[2]) from None
     except RuntimeError as error:
         raise RunError(f"a data loading process died: {str(error).splitlines()[0]}") from None
-
-
-def open_picture(source: str | Path | IO[bytes], name: str | None = None) -> Image.Image:
-    """An image file as RGB, whatever its mode, format or name; EXIF rotation is not applied.
-
-    Args:
-        source: its path, or the open file.
-        name: where an open file lies, for people.
-
-    Raises:
-        RunError: it cannot be decoded to its last row; one line that names it.
-    """
-    try:
-        with warnings.catch_warnings():
-            # ImageNet has files whose EXIF block is broken and whose picture is not.
-            warnings.filterwarnings("ignore", "(?i).*corrupt exif", UserWarning)
-            with Image.open(source) as image:
-                return image.convert("RGB")
-    except Exception as error:
-        # What a decoder raises for a broken file is not one type.
-        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise RunError(f"cannot read image {name or source}: {first_line}") from None

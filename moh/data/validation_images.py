@@ -15,10 +15,12 @@ from torch.utils.data import Dataset
 
 from moh.config import ImagesConfig
 from moh.data import imagenet
-from moh.data.readers import LISTED, READERS, Images
+from moh.data.labelled import Images
+from moh.data.listing import LISTED, is_hidden
+from moh.data.readers import READERS
 from moh.data.reading import load, next_batch
 from moh.distribution import share_of
-from moh.errors import RunError
+from moh.errors import RunError, some
 
 FOLDERS = ("val", "validation")
 
@@ -63,6 +65,11 @@ class ValidationImages:
             crop_pct=config.crop_pct,
             crop_mode=config.crop_mode,
         )
+
+    @property
+    def known_names(self) -> tuple[str, ...] | None:
+        """Class names that the data state; None where they number their classes."""
+        return imagenet.known_names(self.class_names, self.config.name, self.num_classes)
 
     @property
     def fingerprint(self) -> str:
@@ -153,11 +160,10 @@ def _validation_folder(root: Path, num_classes: int) -> Path:
             return root / name
     if not root.is_dir():
         raise RunError(f"{root} is not a folder; data.form says how the images lie")
-    folders = sorted(path.name for path in root.iterdir() if path.is_dir())
+    folders = sorted(p.name for p in root.iterdir() if p.is_dir() and not is_hidden(p.name))
     if len(folders) == num_classes and "train" not in folders:
         return root
-    listed = ", ".join(folders[:LISTED]) + (", ..." if len(folders) > LISTED else "")
     raise RunError(
         f"{root} has no val/, nor {num_classes} class folders; it has {len(folders)} folders"
-        + (f": {listed}" if folders else "")
+        + (f": {some(folders, LISTED)}" if folders else "")
     )

@@ -15,12 +15,12 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
+from moh.data.listing import PICTURES, files_under, say_left_out
+from moh.data.pixels import open_picture
 from moh.errors import RunError
 
-EXTENSIONS = (".png", ".jpg", ".jpeg")  # those that torch-fidelity reads
 ARRAY = "arr_0"  # the name that ADM's suite reads pictures from
 DECODERS = 8  # pictures decoded at a time
 
@@ -71,6 +71,8 @@ class TensorImages(ImageSource):
 class FolderImages(ImageSource):
     """The pictures of a folder as RGB, in order of name; of its subfolders if it has none itself.
 
+    Decoded by :func:`moh.data.pixels.open_picture`, as training decodes them: alpha is dropped.
+
     Raises:
         RunError: no pictures.
     """
@@ -79,11 +81,16 @@ class FolderImages(ImageSource):
         self.label = folder.name or str(folder)
         self.folder = folder
         try:
-            self.paths = _pictures(folder.iterdir()) or _pictures(folder.rglob("*"))
+            pictures, others = files_under(folder)
         except OSError as error:
             raise RunError(f"cannot read folder {folder}: {error.strerror}") from None
+        own = [path for path in pictures if Path(path).parent == folder]
+        self.paths = sorted(map(Path, own or pictures))
         if not self.paths:
-            raise RunError(f"{folder} holds no pictures ({', '.join(EXTENSIONS)})")
+            raise RunError(f"{folder} holds no pictures ({', '.join(sorted(PICTURES))})")
+        deeper = [path for path in pictures if own and Path(path).parent != folder]
+        for names, why in ((others, "not pictures"), (deeper, "in subfolders")):
+            say_left_out(folder, [os.path.relpath(path, folder) for path in names], why)
         self._size: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
@@ -146,6 +153,8 @@ class NpzImages(ImageSource):
             raise RunError(
                 f"{ARRAY} of {self.path} is {dtype} {shape}: pictures are uint8 (N, H, W, 3)"
             )
+        if 0 in shape:
+            raise RunError(f"{ARRAY} of {self.path} is {shape}: it holds no pictures")
         self._shape: tuple[int, ...] = shape
 
     def __len__(self) -> int:
@@ -220,21 +229,9 @@ def _readable(path: Path) -> Iterator[None]:
         raise RunError(f"cannot read {path}: {reason}") from None
 
 
-def _pictures(paths: Iterator[Path]) -> list[Path]:
-    return sorted(
-        path
-        for path in paths
-        if path.suffix.lower() in EXTENSIONS and not path.name.startswith(".") and path.is_file()
-    )
-
-
 def _decode(path: Path) -> np.ndarray:
     """RGB (H, W, 3) uint8."""
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise RunError(f"cannot read image {path}: {str(error).splitlines()[0]}") from None
+    return np.asarray(open_picture(path))
 
 
 def _pixels(shape: tuple[int, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +92,18 @@ class Task(ABC):
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """What data this is: name, sizes, hash."""
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes in order of label; None where the data state none."""
+        return None
+
+    def take_classes(self, names: Sequence[str]) -> None:  # noqa: B027
+        """Evaluate weights that were trained on these classes, in this order.
+
+        Raises:
+            RunError: the data are of other classes; one line.
+        """
 
     @abstractmethod
     def batch(self, first: int, count: int) -> dict[str, Tensor]:

@@ -16,12 +16,13 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from moh.config import Config
+from moh.data.classes import relabelling
 from moh.data.folder import FolderImages
 from moh.data.images import ImageSet
 from moh.data.order import ShuffledOrder, StepRandom, stable_seed
 from moh.data.readers import READERS
 from moh.data.validation_images import ValidationImages
-from moh.distribution import gather_to_main, rank, sum_over_processes, world_size
+from moh.distribution import gather_to_main, is_main, rank, sum_over_processes, world_size
 from moh.errors import RunError
 from moh.evaluation.heads import HeadLoad
 from moh.evaluation.precision import precision, precision_marks
@@ -46,6 +47,8 @@ class Classification(Task):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.data = _open(config)
+        self.class_names = self.data.class_names  # in the order of the model's outputs
+        self._relabelled: Tensor | None = None
         self.mix = _mixing(config)
         self.order: ShuffledOrder | None = None
 
@@ -57,6 +60,23 @@ class Classification(Task):
             "sha256": self.data.fingerprint,
             **self.data.summary,
         }
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return self.data.known_names
+
+    def take_classes(self, names: Sequence[str]) -> None:
+        own = self.data.known_names
+        if own is None:
+            self.class_names = tuple(names)
+            return
+        where = f"data.root={self.config.data.root}"
+        self._relabelled = relabelling(names, own, where)
+        if self._relabelled is None:
+            return
+        self.class_names = tuple(names)
+        if is_main():
+            print(f"{where}: labels in the order of the weights' classes, matched by name")
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
         assert isinstance(self.data, ImageSet | FolderImages)
@@ -92,14 +112,14 @@ class Classification(Task):
     def evaluate(self, model: nn.Module, folder: Path, progress: Progress) -> Evaluation:
         config = self.config.eval
         device = device_of(model)
-        load = HeadLoad(self.data.class_names)
+        load = HeadLoad(self.class_names)
         right = torch.zeros(3, dtype=torch.int64)  # top-1, top-5, images
         losses: list[float] = []
         begun = time.monotonic()
         watched = load.watch(model) if config.head_load else nullcontext()
         with watched, precision(config.precision, device):
             for index, (images, labels) in enumerate(self.data.test_batches(config.batch)):
-                target = labels.to(device)
+                target = self._of_model(labels).to(device)
                 load.groups_B = target
                 # Of several processes each takes whole batches in turn.
                 first = (rank() + index * world_size()) * config.batch
@@ -129,6 +149,8 @@ class Classification(Task):
             f"{self.config.data.name}, {n} test images, {self.data.preparation}, {config.precision}"
         )
         marks = [*self.data.marks, *precision_marks(config.precision)]
+        if self._relabelled is not None:
+            marks.append("classes matched by name")
         return Evaluation(
             metrics={
                 "top1": _share(top1, n, protocol, marks),
@@ -141,13 +163,13 @@ class Classification(Task):
     @torch.inference_mode()
     def look(self, model: nn.Module, samples: int, progress: Progress) -> Look:
         device = device_of(model)
-        load = HeadLoad(self.data.class_names)
+        load = HeadLoad(self.class_names)
         numbers = spread_over(self.data.num_test, samples)
         with load.watch(model):
             for start in range(0, len(numbers), LOOK_BATCH):
                 part = numbers[start : start + LOOK_BATCH]
                 images, labels = self.data.test_samples(part)
-                load.groups_B = labels.to(device)
+                load.groups_B = self._of_model(labels).to(device)
                 set_draws(model, self._draws(part))
                 self._logits(model, images.to(device))
                 progress("looking at heads", start + len(part), len(numbers))
@@ -157,6 +179,10 @@ class Classification(Task):
     def _draws(self, numbers: Sequence[int]) -> Tensor:
         """Keys of test images, for the random control."""
         return combine(stable_seed(self.config.seed, "heads", "test"), torch.tensor(numbers))
+
+    def _of_model(self, labels: Tensor) -> Tensor:
+        """The data's labels as the model numbers its classes."""
+        return labels if self._relabelled is None else self._relabelled[labels]
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         try:
@@ -173,7 +199,7 @@ def _open(config: Config) -> ImageSet | ValidationImages:
     """The images that a run needs: to score given weights, those of the validation part alone."""
     data, classes = config.data, config.model.num_classes
     if data.form not in READERS:
-        return ImageSet.load(data)
+        return ImageSet.load(data, classes)
     given = config.mode == "eval" and config.checkpoint is not None
     trains = config.mode != "eval" or (not given and (Path(data.root or "") / "train").is_dir())
     if trains:

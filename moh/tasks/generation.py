@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from moh import distribution
 from moh.backbones.convert import head_plan
 from moh.config import Config
+from moh.data.classes import relabelling
 from moh.data.encoding import EncodedFolder
 from moh.data.images import ImageSet
 from moh.data.latents import CachedLatents
@@ -46,6 +48,13 @@ class Generation(Task):
         self.config = config
         self.diffusion = GaussianDiffusion(config.task.diffusion_steps)
         self.num_classes = config.model.num_classes
+        self._trained_on: tuple[str, ...] | None = None
+        if config.task.latent != (config.data.form != "npz"):
+            kind = "latents" if config.data.form != "npz" else "pixels"
+            raise RunError(
+                f"task.latent={str(config.task.latent).lower()}: data.form={config.data.form} "
+                f"holds {kind}"
+            )
 
     @cached_property
     def data(self) -> ImageSet | CachedLatents | EncodedFolder:
@@ -55,7 +64,7 @@ class Generation(Task):
             return CachedLatents(config, classes)
         if config.form == "folder_vae":
             return EncodedFolder(config, classes)
-        return ImageSet.load(config)
+        return ImageSet.load(config, classes)
 
     @cached_property
     def order(self) -> ShuffledOrder:
@@ -79,6 +88,22 @@ class Generation(Task):
             "test_images": self.data.num_test,
             "sha256": self.data.fingerprint,
         }
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return self.data.known_names if self._opens_data else None
+
+    def take_classes(self, names: Sequence[str]) -> None:
+        own = self.classes
+        if own is not None:
+            # Labels of the data are not used: the order may be another one.
+            relabelling(names, own, f"data.root={self.config.data.root}")
+        self._trained_on = tuple(names)
+
+    @property
+    def _opens_data(self) -> bool:
+        """Whether the run reads the data at all: latents hold nothing that an evaluation needs."""
+        return self._needs_data and not (self.config.mode == "eval" and self.config.task.latent)
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
         return self.data.train_batch(self.order, first, count)
@@ -243,9 +268,11 @@ class Generation(Task):
 
     @property
     def class_names(self) -> list[str]:
-        """One a class; numbers where no data are at hand that know them."""
-        if self._needs_data and not self.config.task.latent:
-            return list(self.data.class_names[: self.num_classes])
+        """One a class; numbers where neither the weights nor data at hand know them."""
+        if self._trained_on is not None:
+            return list(self._trained_on)
+        if self._opens_data:
+            return list(self.data.class_names)
         return [f"class {number}" for number in range(self.num_classes)]
 
     def _head_load(self, model: nn.Module, samples: SampleSet) -> dict[str, Any] | None:
