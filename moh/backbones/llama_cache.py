@@ -70,6 +70,8 @@ class RoomyLayer(DynamicLayer):
     what the library's does.
     """
 
+    keys: Tensor
+    values: Tensor
     _rooms: tuple[_Room, _Room] | None = None
 
     def update(

@@ -307,9 +307,10 @@ def _linear(x_BND: Tensor, weights: list[Tensor]) -> Sequence[Tensor]:
 
     Each layer has few outputs, so that a product of its own is spent on reading ``x``, and its
     gradient of ``x`` is as large as that of a real layer. Narrow inputs have little to gain, and
-    keep the rounding that the recorded scores of narrow models have.
+    keep the rounding that the recorded scores of narrow models have. One token is read at no cost,
+    and putting the layers together would be the cost.
     """
-    if len(weights) < 2 or x_BND.shape[-1] < WIDE:
+    if len(weights) < 2 or x_BND.shape[-1] < WIDE or x_BND.shape[:-1].numel() == 1:
         return [F.linear(x_BND, weight) for weight in weights]
     return F.linear(x_BND, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
 
