@@ -4,13 +4,14 @@
     python scripts/benchmark.py layer --tokens 256 --heads 16 --backward
     python scripts/benchmark.py model --experiment dit/moh_s2_75 --batch 4
     python scripts/benchmark.py train --experiment vit/moh_s_75 --batch 4 --json
+    python scripts/benchmark.py generate --context 8192 --heads 16
     python scripts/benchmark.py suite       # everything, to results/benchmarks/ (make benchmark)
     python scripts/benchmark.py overheads   # our training loop beside a bare one, MoH beside MHA
     python scripts/benchmark.py calibrate   # from where on auto takes sparse, for this machine
 
 All contenders are timed in one process, in turns: what disturbs the machine disturbs them all.
 Times are medians, ratios medians of each round's ratio. `limit` is the least ratio possible: the
-multiply-accumulates of the active heads over those of all.
+multiply-accumulates of the active heads over those of all. Of `generate`, ms are of a token.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from benchmarks import calibrate, suite
+from benchmarks.generate import CACHES, GenerateShape
 from benchmarks.measure import environment, measure
 from benchmarks.models import ModelShape
 from benchmarks.report import SECTIONS
@@ -33,6 +35,7 @@ from moh.memory import keep_freed_memory
 
 NAMES = {
     "mha": "MHA",
+    "reserved": "MHA, cache with room",
     "dense": "MoH dense",
     "sparse": "MoH sparse",
     "auto": "MoH auto",
@@ -48,14 +51,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("attention", "layer"):
         command = commands.add_parser(name, help=f"{name} of one shape")
         command.add_argument("--tokens", type=int, default=1024, help="keys (default 1024)")
-        command.add_argument("--heads", type=int, default=16)
-        command.add_argument("--head-dim", type=int, default=64, help="width of a head")
-        batch = {"attention": 1, "layer": 8}[name]
-        command.add_argument("--batch", type=int, default=batch, help=f"samples ({batch})")
-        command.add_argument("--ratio", type=float, default=0.5, help="activated ratio")
-        command.add_argument(
-            "--shared-share", type=float, default=0.5, help="shared heads over active heads"
-        )
+        _heads(command, {"attention": 1, "layer": 8}[name])
         command.add_argument("--causal", action="store_true")
         command.add_argument("--backward", action="store_true", help="forward and backward")
         if name == "attention":
@@ -70,8 +66,17 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--batch", type=int, default=batch, help=f"samples ({batch})")
         command.add_argument("--tokens", type=int, help="of a sequence, for language models")
         _common(command)
+    command = commands.add_parser("generate", help="model.generate of a LLaMA, by token")
+    command.add_argument("--context", type=int, default=8192, help="cached tokens (8192)")
+    command.add_argument("--new-tokens", type=int, default=8, help="made by a call (8)")
+    command.add_argument("--layers", type=int, default=4)
+    command.add_argument("--kv-heads", type=int, help="key heads (default: all)")
+    command.add_argument("--cache", choices=CACHES, default="growing")
+    command.add_argument("--first-token", action="store_true", help="time a prompt of --context")
+    _heads(command, 1)
+    _common(command)
     for name, text in (
-        ("suite", "the paper's Table 7, long sequences, layers and models"),
+        ("suite", "the paper's Table 7, long sequences, layers, models, generation"),
         ("overheads", "a training step: our loop, a bare loop, MoH, the data"),
         ("calibrate", "write the thresholds of execution=auto for this machine"),
     ):
@@ -88,6 +93,16 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def _heads(command: argparse.ArgumentParser, batch: int) -> None:
+    command.add_argument("--heads", type=int, default=16)
+    command.add_argument("--head-dim", type=int, default=64, help="width of a head")
+    command.add_argument("--batch", type=int, default=batch, help=f"samples ({batch})")
+    command.add_argument("--ratio", type=float, default=0.5, help="activated ratio")
+    command.add_argument(
+        "--shared-share", type=float, default=0.5, help="shared heads over active heads"
+    )
+
+
 def _device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
@@ -101,7 +116,23 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def shape_of(options: argparse.Namespace) -> AttentionShape | ModelShape:
+def shape_of(options: argparse.Namespace) -> AttentionShape | ModelShape | GenerateShape:
+    if options.what == "generate":
+        return GenerateShape(
+            context=options.context,
+            batch=options.batch,
+            layers=options.layers,
+            heads=options.heads,
+            key_heads=options.heads if options.kv_heads is None else options.kv_heads,
+            head_dim=options.head_dim,
+            ratio=options.ratio,
+            shared_share=options.shared_share,
+            new_tokens=1 if options.first_token else options.new_tokens,
+            cache=options.cache,
+            first=options.first_token,
+            dtype=options.dtype,
+            device=options.device,
+        )
     if options.what in ("model", "train"):
         return ModelShape(
             options.experiment,
@@ -135,6 +166,8 @@ def show(record: dict[str, Any]) -> None:
     for header in ("ms", "quartiles", "over MHA", "quartiles"):
         table.add_column(header, justify="right", no_wrap=True)
     for name, label in NAMES.items():
+        if f"{name}_ms" not in record:
+            continue
         taken = record[f"{name}_ms"]
         if taken is None:
             table.add_row(label, "too large")
@@ -143,7 +176,7 @@ def show(record: dict[str, Any]) -> None:
         ratio, spread = record.get(f"{name}_over_mha"), ""
         if ratio is not None:
             spread = "{:.3f} – {:.3f}".format(*record["quartiles_over_mha"][name])
-        elif name == "reference":
+        elif name in ("reference", "reserved"):
             ratio = taken / record["mha_ms"]
         table.add_row(
             label,
@@ -156,6 +189,9 @@ def show(record: dict[str, Any]) -> None:
     console.print(table)
     took = f", auto took {record['auto']}" if "auto" in record else ""
     console.print(f"limit {record['limit']:.3f}; {record['rounds']} rounds{took}")
+    if record["what"] == "generate" and not record["first"]:
+        rates = (1e3 * record["batch"] / record[f"{name}_ms"] for name in ("mha", "auto"))
+        console.print("tokens a second: MHA {:.1f}, MoH auto {:.1f}".format(*rates))
 
 
 def main() -> int:

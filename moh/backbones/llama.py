@@ -31,13 +31,13 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from moh.backbones.convert import ModelHooks, Wiring, convert, register_hooks, register_wiring
+from moh.backbones.llama_cache import make_room
 from moh.heads import (
     HeadPlan,
     Router,
     RouterOptions,
-    execution_of,
+    attend,
     gate_heads,
-    sparse_attention,
 )
 
 
@@ -73,29 +73,15 @@ class MoHLlamaAttention(LlamaAttention):
         routing = self.router(x_BND, q_BHNK, token_mask_BN)
         q_BHNK, k_BHNK = apply_rotary_pos_emb(q_BHNK, k_BHNK, *position_embeddings)
         if cache is not None:
+            make_room(cache, self.layer_idx)
             k_BHNK, v_BHNK = cache.update(k_BHNK, v_BHNK, self.layer_idx, kwargs=kwargs)
         dropout = self.attention_dropout if self.training else 0.0
-        # As the library decides it for PyTorch's attention.
-        wanted = kwargs.get("is_causal")
-        causal = bool(self.is_causal if wanted is None else wanted)
-        causal = causal and attention_mask is None and q_BHNK.shape[2] > 1
-        weights = None
-        if self._is_sparse(q_BHNK, k_BHNK, attention_mask, causal, dropout):
-            y_BNHK = sparse_attention(
-                q_BHNK,
-                k_BHNK,
-                v_BHNK,
-                routing.selected_BNE,
-                attention_mask,
-                causal,
-                dropout,
-                self.scaling,
-            )
-        else:
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+
+        def library() -> tuple[Tensor, Tensor | None]:
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention_forward
             )
-            y_BNHK, weights = attend(
+            y, weights = interface(
                 self,
                 q_BHNK,
                 k_BHNK,
@@ -105,23 +91,45 @@ class MoHLlamaAttention(LlamaAttention):
                 scaling=self.scaling,
                 **kwargs,
             )
-        y_BNHK = gate_heads(y_BNHK, routing.gates_BNH, in_place=not torch.is_grad_enabled())
-        return self.o_proj(y_BNHK.flatten(-2)), weights
+            return y, weights
 
-    def _is_sparse(self, q: Tensor, k: Tensor, mask: Any, causal: bool, dropout: float) -> bool:
-        """True if the active heads alone are to be computed.
+        if self.config._attn_implementation != "sdpa":
+            self._refuse_sparse()
+            y_BNHK, weights = library()
+            y_BNHK = gate_heads(y_BNHK, routing.gates_BNH, in_place=not torch.is_grad_enabled())
+            return self.o_proj(y_BNHK.flatten(-2)), weights
+        # As the library decides it for PyTorch's attention. A static cache's first pass has more
+        # keys than queries, and no mask: what lies behind the queries' own keys is not written.
+        wanted, N = kwargs.get("is_causal"), q_BHNK.shape[2]
+        causal = bool(self.is_causal if wanted is None else wanted)
+        causal = causal and attention_mask is None and N > 1
+        if causal and k_BHNK.shape[2] > N:
+            k_BHNK, v_BHNK = k_BHNK[:, :, :N], v_BHNK[:, :, :N]
+        y_BNHK = attend(
+            self.router,
+            routing,
+            q_BHNK,
+            k_BHNK,
+            v_BHNK,
+            attention_mask,
+            causal,
+            dropout,
+            self.scaling,
+            dense=lambda: library()[0],
+        )
+        return self.o_proj(y_BNHK.flatten(-2)), None
+
+    def _refuse_sparse(self) -> None:
+        """Sparse execution replaces PyTorch's attention alone.
 
         Raises:
-            ValueError: they are, but the library is set to another attention than PyTorch's own.
+            ValueError: it is asked for, and the library is set to another.
         """
-        library = self.config._attn_implementation
-        if library != "sdpa":
-            if self.router.options.execution == "sparse":
-                raise ValueError(
-                    f"execution sparse needs attn_implementation='sdpa', not {library!r}"
-                )
-            return False
-        return execution_of(self.router, q, k, mask, causal, dropout) == "sparse"
+        if self.router.options.execution == "sparse":
+            raise ValueError(
+                "execution sparse needs attn_implementation='sdpa', not "
+                f"{self.config._attn_implementation!r}"
+            )
 
 
 _CODE = Path(__file__).with_name("modeling_moh_llama.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -25,6 +26,7 @@ def attend(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    dense: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Attention and gates, computed as ``router.options.execution`` says (equation 4).
 
@@ -33,7 +35,10 @@ def attend(
         routing: its decision for these tokens.
         query: (B, H, N, K).
         key: (B, G, M, K); each key head serves ``H / G`` heads in a row. Likewise ``value``.
-        attn_mask: as in ``F.scaled_dot_product_attention``; likewise the arguments after it.
+        attn_mask: as in ``F.scaled_dot_product_attention``; likewise ``is_causal``,
+            ``dropout_p`` and ``scale``.
+        dense: computes all heads (B, N, H, K) in place of PyTorch's attention: a library's own
+            call of it.
 
     Returns:
         Gated head outputs (B, N, H, K), before the output projection.
@@ -55,6 +60,8 @@ def attend(
         y_BNHK = sparse_attention(
             query, key, value, routing.selected_BNE, attn_mask, is_causal, dropout_p, scale
         )
+    elif dense is not None:
+        y_BNHK = dense()
     else:
         y_BNHK = F.scaled_dot_product_attention(
             query,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -241,13 +241,13 @@ class TwoStageRouter(Router):
 
     def _route(self, x_BND: Tensor, mask_BN: Tensor | None) -> Routing:
         plan, released = self.plan, self.options.gate_scale == "released"
+        if self._is_usual and x_BND.shape[-1] >= WIDE and not torch.is_grad_enabled():
+            return self._infer(x_BND, mask_BN)
         layers = {"shared": self.shared, "routed": self.routed, "stage": self.stage}
         weights = {
             name: layer.weight.float() for name, layer in layers.items() if layer is not None
         }
         logits = dict(zip(weights, _linear(x_BND, list(weights.values())), strict=True))
-        if self._is_usual and x_BND.shape[-1] >= WIDE and not torch.is_grad_enabled():
-            return self._infer(logits, mask_BN)
         gates: list[Tensor] = []
         if plan.num_shared:
             gates.append(_shared_gates(x_BND, logits.get("shared")))
@@ -279,26 +279,28 @@ class TwoStageRouter(Router):
         learned = options.selection == "learned" and options.gate_scale == "released"
         return learned and self.stage is not None
 
-    def _infer(self, logits: Mapping[str, Tensor], mask_BN: Tensor | None) -> Routing:
+    def _infer(self, x_BND: Tensor, mask_BN: Tensor | None) -> Routing:
         """The same gates in half the operations: at a few hundred tokens their number is the cost.
 
         No gradient can pass, since gates are written in place.
         """
-        plan, logits_BNE = self.plan, logits["routed"]
+        plan, S = self.plan, self.plan.num_shared
+        layers = [layer for layer in (self.shared, self.routed, self.stage) if layer is not None]
+        *shared, logits_BNE, stage_BN2 = _linear(x_BND, [layer.weight.float() for layer in layers])
         top_BNk, index_BNk = logits_BNE.topk(plan.top_k, dim=-1)
-        shared_BN1, routed_BN1 = logits["stage"].softmax(dim=-1).split(1, dim=-1)
+        stage_BN2 = stage_BN2.softmax(dim=-1)
+        shared_BN1, routed_BN1 = stage_BN2.narrow(-1, 0, 1), stage_BN2.narrow(-1, 1, 1)
         gates_BNH = logits_BNE.new_zeros((*logits_BNE.shape[:-1], plan.num_heads))
-        gates_BNS, gates_BNE = gates_BNH.split([plan.num_shared, plan.num_routed], dim=-1)
-        if "shared" in logits:
-            shared_BNS = logits["shared"].softmax(dim=-1)
-            gates_BNS.addcmul_(shared_BNS, shared_BN1, value=2 * plan.num_shared)
+        gates_BNS = gates_BNH.narrow(-1, 0, S)
+        if shared:
+            gates_BNS.addcmul_(shared[0].softmax(dim=-1), shared_BN1, value=2 * S)
         else:
             gates_BNS.add_(shared_BN1, alpha=2)
         # Probabilities over the sum of the selected ones: the softmax of these logits alone.
         active_BNk = top_BNk.softmax(dim=-1)
         zero = active_BNk.new_zeros(())
         torch.addcmul(zero, active_BNk, routed_BN1, value=2 * plan.top_k, out=active_BNk)
-        gates_BNE.scatter_(-1, index_BNk, active_BNk)
+        gates_BNH.narrow(-1, S, plan.num_routed).scatter_(-1, index_BNk, active_BNk)
         return self.record(InferredRouting.of(gates_BNH, logits_BNE, index_BNk), mask_BN)
 
 
@@ -307,9 +309,10 @@ def _linear(x_BND: Tensor, weights: list[Tensor]) -> Sequence[Tensor]:
 
     Each layer has few outputs, so that a product of its own is spent on reading ``x``, and its
     gradient of ``x`` is as large as that of a real layer. Narrow inputs have little to gain, and
-    keep the rounding that the recorded scores of narrow models have.
+    keep the rounding that the recorded scores of narrow models have. One token is read at no cost,
+    and putting the layers together would be the cost.
     """
-    if len(weights) < 2 or x_BND.shape[-1] < WIDE:
+    if len(weights) < 2 or x_BND.shape[-1] < WIDE or x_BND.shape[:-1].numel() == 1:
         return [F.linear(x_BND, weight) for weight in weights]
     return F.linear(x_BND, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
 

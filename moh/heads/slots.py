@@ -47,6 +47,8 @@ class Load:
     @cached_property
     def counts(self) -> list[int]:
         """Queries of each head of each sample, sample after sample."""
+        if self._weights_BNE.shape[1] == 1:
+            return [int(weight != 0) for weight in self._weights_BNE.flatten().tolist()]
         counts: list[int] = self.weights_BEN.count_nonzero(dim=-1).flatten().tolist()
         return counts
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention import attention_contenders, layer_contenders
+from benchmarks.generate import GenerateShape, measure_generation
 from benchmarks.models import ModelShape, model_contenders
 from benchmarks.shape import AttentionShape
 from benchmarks.timing import interleave, summarize
@@ -16,14 +17,16 @@ from moh.reporting import provenance
 
 
 def measure(
-    what: str, shape: AttentionShape | ModelShape, seconds: float, rounds: int
+    what: str, shape: AttentionShape | ModelShape | GenerateShape, seconds: float, rounds: int
 ) -> dict[str, Any]:
     """Time a shape.
 
     Args:
-        what: ``attention``, ``layer``, ``model`` or ``train``.
+        what: ``attention``, ``layer``, ``model``, ``train`` or ``generate``.
         seconds, rounds: see :func:`benchmarks.timing.interleave`.
     """
+    if isinstance(shape, GenerateShape):
+        return measure_generation(shape, seconds, rounds)
     record: dict[str, Any] = {"what": what, **asdict(shape)}
     if isinstance(shape, ModelShape):
         contenders, limit = model_contenders(shape)

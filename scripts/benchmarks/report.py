@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.report_cells import Record, generation_table, spread_cell, time_cell
 from moh.reporting.spec import load_table
 from moh.reporting.style import INK, MUTED, colour, look, save_png
 from moh.runner import write_text
 
-Record = dict[str, Any]
 Speedups = dict[tuple[int, int], float]  # (tokens, activated ratio in percent) -> over MHA
 
 SECTIONS = {
@@ -41,6 +40,14 @@ SECTIONS = {
         "Inference, or a training step (forward, backward, AdamW). Plain: all heads, explicit "
         "softmax, gates by einsum; for TransNeXt also unfolded windows, for DiT's blocks one "
         "operation after the other.",
+    ),
+    "generate": (
+        "Generation",
+        "A LLaMA of random weights with heads of width 64 and a vocabulary of 1,000, greedy, by "
+        "`model.generate`; ms a token of all sequences. Behind a context of that many tokens, "
+        "whose keys and values are random; or the prompt and its first token. *MHA, room*: the "
+        "library's model with the cache that MoH models use, which has room for new rows instead "
+        "of being made anew for each token. What auto gains on that comes from heads.",
     ),
 }
 
@@ -95,8 +102,8 @@ def _overheads(where: Record, records: Sequence[Record]) -> Iterator[str]:
         low, high = record["quartiles_data_share"]
         cells = (
             record["experiment"],
-            _time(record["bare_ms"]),
-            _time(record["mha_ms"]),
+            time_cell(record["bare_ms"]),
+            time_cell(record["mha_ms"]),
             _within(record, "loop_over_bare"),
             _within(record, "moh_over_mha"),
             f"{100 * record['data_share']:.2f} ± {50 * (high - low):.2f} %",
@@ -128,7 +135,9 @@ def _speed(where: Record, records: Sequence[Record]) -> Iterator[str]:
         if not rows:
             continue
         yield from ("", f"## {title}", "", text, "")
-        yield from _table(section, rows, paper)
+        yield from (
+            generation_table(rows) if section == "generate" else _table(section, rows, paper)
+        )
 
 
 def _table(section: str, rows: Sequence[Record], paper: Speedups) -> Iterator[str]:
@@ -167,13 +176,13 @@ def _cells(section: str, record: Record, paper: Speedups) -> Iterator[str]:
             )
             if said
         )
-    yield _time(record["mha_ms"])
-    yield "too large" if record["reference_ms"] is None else _time(record["reference_ms"])
+    yield time_cell(record["mha_ms"])
+    yield "too large" if record["reference_ms"] is None else time_cell(record["reference_ms"])
     yield f"{record['dense_over_mha']:.2f}"
-    yield _spread(record, "sparse")
+    yield spread_cell(record, "sparse")
     yield f"{record['limit']:.2f}"
     yield record.get("auto", "by layer")
-    yield _spread(record, "auto")
+    yield spread_cell(record, "auto")
     if section == "model":
         yield f"{record['auto_over_reference']:.2f}"
     if section == "table7":
@@ -201,17 +210,6 @@ def paper_speedup(paper: Speedups, record: Record) -> str:
     """The paper's speed-up at the shape of a record."""
     found = paper.get((record["tokens"], round(100 * record["ratio"])))
     return "–" if found is None else f"{found:.2f}×"
-
-
-def _time(milliseconds: float) -> str:
-    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
-    return f"{milliseconds:,.{digits}f}"
-
-
-def _spread(record: Record, name: str) -> str:
-    """Ratio with half the distance of its quartiles."""
-    low, high = record["quartiles_over_mha"][name]
-    return f"{record[f'{name}_over_mha']:.2f} ± {(high - low) / 2:.2f}"
 
 
 def figure(records: Sequence[Record]) -> Figure:

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.generate import GenerateShape
 from benchmarks.measure import environment, measure
 from benchmarks.models import ModelShape
 from benchmarks.overheads import EXPERIMENTS, measure_overheads
 from benchmarks.report import SECTIONS, render
+from benchmarks.report_cells import generation_cells
 from benchmarks.shape import AttentionShape
 from moh.runner import write_json
 
@@ -24,7 +26,7 @@ SECONDS, ROUNDS = 6.0, 40
 OVERHEAD_SECONDS = 60.0
 SHARED_SHARE = 0.5
 
-Measurement = tuple[str, str, AttentionShape | ModelShape]
+Measurement = tuple[str, str, AttentionShape | ModelShape | GenerateShape]
 
 
 def measurements(device: str) -> Iterator[Measurement]:
@@ -75,6 +77,39 @@ def measurements(device: str) -> Iterator[Measurement]:
         for train in trainings:
             shape = ModelShape(experiment, batch, tokens, train, "fp32", device)
             yield "model", "train" if train else "model", shape
+    for shape in generations(device):
+        yield "generate", "generate", shape
+
+
+def generations(device: str) -> Iterator[GenerateShape]:
+    """Tokens behind short and long contexts, in batches, with grouped keys, with a static cache."""
+    one = GenerateShape(
+        context=8192,
+        batch=1,
+        layers=4,
+        heads=16,
+        key_heads=16,
+        head_dim=64,
+        ratio=0.5,
+        shared_share=SHARED_SHARE,
+        new_tokens=8,
+        cache="growing",
+        first=False,
+        dtype="fp32" if device == "cpu" else "bf16",
+        device=device,
+    )
+    for context in (512, 1024, 2048, 4096, 8192):
+        yield replace(one, context=context)
+    yield replace(one, context=32768, new_tokens=4)
+    yield replace(one, context=8192, ratio=0.75)
+    yield replace(one, context=512, batch=8)
+    yield replace(one, context=4096, batch=8, new_tokens=4)
+    for context, batch in ((512, 1), (8192, 1), (2048, 8)):
+        yield replace(one, context=context, batch=batch, key_heads=4)
+    for context, batch in ((512, 1), (8192, 1), (2048, 8)):
+        yield replace(one, context=context, batch=batch, cache="static")
+    for context in (512, 2048, 4096):
+        yield replace(one, context=context, first=True)
 
 
 def folder_here() -> Path:
@@ -138,6 +173,12 @@ def run(device: str, sections: Sequence[str]) -> None:
 
 def line(record: dict[str, Any]) -> str:
     """A measurement in one line, while the others are still running."""
+    if record["what"] == "generate":
+        return (
+            f"generate  {' | '.join(generation_cells(record)[:5])}: MHA {record['mha_ms']:.2f} ms, "
+            f"dense {record['dense_over_mha']:.2f}, sparse {record['sparse_over_mha']:.2f}, auto "
+            f"{record['auto_over_mha']:.2f}, limit {record['limit']:.2f}"
+        )
     name = record.get("experiment") or (
         f"{record['heads']} heads x {record['tokens']} tokens, "
         f"{100 * record['activated_ratio']:.0f} % active"

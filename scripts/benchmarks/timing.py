@@ -77,17 +77,21 @@ def summarize(times: Mapping[str, list[float]], limit: float) -> dict[str, Any]:
 
     Args:
         limit: least possible ratio of MoH to MHA.
+
+    Besides MoH's ways there may be a plain reference, and MHA with a reserved cache.
     """
     found: dict[str, Any] = {}
-    for name in ("mha", "dense", "sparse", "auto", "reference"):
+    names = ["mha", "dense", "sparse", "auto", "reference"]
+    for name in names + ["reserved"] * ("reserved" in times):
         taken = times.get(name)
         found[f"{name}_ms"] = round(1e3 * middle(taken)[0], 4) if taken else None
     for name in ("dense", "sparse", "auto"):
         found[f"{name}_over_mha"] = round(middle(ratio(times, name, "mha"))[0], 4)
     best = min(found["dense_ms"], found["sparse_ms"])
     found["auto_over_best"] = round(found["auto_ms"] / best, 4)
-    if times.get("reference"):
-        found["auto_over_reference"] = round(middle(ratio(times, "auto", "reference"))[0], 4)
+    for other in ("reference", "reserved"):
+        if times.get(other):
+            found[f"auto_over_{other}"] = round(middle(ratio(times, "auto", other))[0], 4)
     found["limit"] = round(limit, 4)
     found["rounds"] = len(times["mha"])
     found["quartiles_ms"] = {
