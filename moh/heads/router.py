@@ -176,7 +176,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             self.statistics = _sums(routing, mask_BN)
         else:
-            # The mask is the caller's, who may write the next batch's into it before these are read.
+            # The mask is the caller's, who may write the next batch's into it before that.
             mask_BN = None if mask_BN is None else mask_BN.clone()
             self._statistics, self._unsummed = None, (routing, mask_BN)
         return routing
