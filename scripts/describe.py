@@ -4,7 +4,7 @@
 
 For each: parameters, activated ratio, shared share, routed layers, and multiply-accumulates an
 image or token for MHA, for MoH with all heads computed and for MoH with the selected heads alone.
-Without names: every model of the paper and of the demo, each once.
+Without names: every model of the paper and of the demo, each once. A name given twice counts once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -20,30 +22,40 @@ from rich.table import Table
 
 from moh.backbones.build import is_mha
 from moh.cli import compose_config, experiments
-from moh.config import Config, TextConfig
+from moh.config import HeadsConfig, ModelConfig, TextConfig
 from moh.evaluation.cost import Description, describe_model
+from moh.model_parts import GROUPS, model_parts
 from moh.validation import validate
 
+Sized = tuple[ModelConfig, HeadsConfig, Description]
 
-def distinct() -> list[str]:
+
+def distinct() -> Iterator[tuple[str, Sized]]:
     """Experiments with a model of their own: longer trainings of one model are left out."""
-    seen, names = set(), []
-    for name in experiments():
-        config = compose_config([f"experiment={name}"])
+    seen = set()
+    for name, config in model_parts(experiments()).items():
         if OmegaConf.is_missing(config.model, "pretrained"):
             continue  # whatever lies in a folder
-        key = json.dumps([str(config.model), str(config.heads)])
+        key = str((config.model, config.heads))
         if key not in seen:
             seen.add(key)
-            names.append(name)
-    return names
+            parts: list[Any] = [OmegaConf.to_object(config[group]) for group in GROUPS]
+            yield name, sized(*parts)
 
 
-def describe(name: str) -> tuple[Config, Description]:
-    """The configuration of an experiment and the description of its model."""
-    config = validate(compose_config([f"experiment={name}"]), paths=False)
-    seq_len = config.data.seq_len if isinstance(config.data, TextConfig) else None
-    return config, describe_model(config.model, config.heads, seq_len)
+def named(names: Sequence[str]) -> Iterator[tuple[str, Sized]]:
+    """Experiments by name, each once."""
+    if wrong := [name for name in names if "=" in name]:
+        raise ValueError(f"{wrong[0]!r} is a setting, not the name of an experiment")
+    for name in dict.fromkeys(names):
+        config = validate(compose_config([f"experiment={name}"]), paths=False)
+        yield name, sized(config.model, config.heads, config.data)
+
+
+def sized(model: ModelConfig, heads: HeadsConfig, data: Any) -> Sized:
+    """A model and its description."""
+    seq_len = data.seq_len if isinstance(data, TextConfig) else None
+    return model, heads, describe_model(model, heads, seq_len)
 
 
 def human(value: float) -> str:
@@ -75,14 +87,12 @@ def main() -> int:
     table.add_column("MACs per", no_wrap=True)
     found = {}
     try:
-        if wrong := [name for name in options.experiments if "=" in name]:
-            raise ValueError(f"{wrong[0]!r} is a setting, not the name of an experiment")
-        for name in options.experiments or distinct():
+        chosen = named(options.experiments) if options.experiments else distinct()
+        for name, (model, heads, d) in chosen:
             if sys.stderr.isatty():
-                print(f"\rcounting {name:<40}", end="\r", file=sys.stderr, flush=True)
-            config, d = describe(name)
-            found[name] = {"model": config.model.name, "heads": config.heads.name, **asdict(d)}
-            mha = is_mha(config.heads)
+                print(f"\rcounted {name:<40}", end="\r", file=sys.stderr, flush=True)
+            found[name] = {"model": model.name, "heads": heads.name, **asdict(d)}
+            mha = is_mha(heads)
             table.add_row(
                 name,
                 f"{d.parameters:,}",

@@ -20,9 +20,7 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -37,9 +35,15 @@ import numpy as np
 from arguments import fraction, positive, share
 
 from moh.data.documents import HUB, Reading, Record, expand_sources
-from moh.data.shard_writer import Position, ShardWriter, part_name, rename_folder
+from moh.data.shard_writer import Position, ShardWriter, part_name, save_tokenizer
 from moh.data.shards import INDEX, LAYOUT, PARTS, read_index, read_shard, shard_names, verify_shard
-from moh.data.tokenising import DocumentTokenizer, Encoded, encode_in_worker, start_worker
+from moh.data.tokenising import (
+    RULES,
+    DocumentTokenizer,
+    Encoded,
+    encode_in_worker,
+    start_worker,
+)
 from moh.errors import RunError
 from moh.runner import locked, write_json
 from moh.training.progress import RunProgress, console
@@ -121,7 +125,7 @@ class Part:
 def plan_of(options: argparse.Namespace, files: list[str], tokenizer: DocumentTokenizer) -> str:
     """Hash of everything that decides what a shard holds."""
     what = [
-        LAYOUT,
+        [LAYOUT, RULES],
         # Not where they lie: another machine may see them elsewhere.
         [file if file.startswith(HUB) else Path(file).name for file in files],
         tokenizer.sha256,
@@ -219,23 +223,6 @@ def require_documents(writer: ShardWriter, part: Part, batch: Batch, key: str) -
             f"no document in the first {without:,} records of {part.files[0]} ({reasons}): "
             f"--text-key names where the text is, now {key!r}"
         )
-
-
-def save_tokenizer(out: Path, tokenizer: DocumentTokenizer) -> None:
-    """Keep the tokenizer beside its tokens."""
-    target = out / "tokenizer"
-    if target.is_dir():
-        return
-    aside = Path(tempfile.mkdtemp(prefix=".tokenizer.", dir=out))
-    try:
-        tokenizer.save(aside)
-        rename_folder(aside, target)
-    except OSError:
-        # Another part was first.
-        if not target.is_dir():
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def finish(

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moh.data import tokenising
+from moh.data import plain_text
 from moh.data.documents import Reading, Record, SkippedError, document, expand_sources
 from moh.data.text import read_documents, train_tokenizer
 from moh.data.tokenising import DocumentTokenizer
@@ -118,6 +118,16 @@ def test_a_file_that_is_cut_short_is_named(packing, tmp_path):
         list(Reading(str(path), "text"))
 
 
+def test_a_file_with_wrong_bytes_in_its_middle_is_named(tmp_path):
+    noise = np.random.default_rng(0).bytes(100_000).hex().encode()
+    raw = bytearray(gzip.compress(noise))
+    raw[50_000:50_020] = b"\xff" * 20
+    (tmp_path / "a.txt.gz").write_bytes(raw)
+    with pytest.raises(RunError, match=r"cannot read .*a\.txt\.gz after 0 records") as caught:
+        list(Reading(str(tmp_path / "a.txt.gz"), "text"))
+    assert "\n" not in str(caught.value)
+
+
 def test_sources_that_are_none_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text")
     (tmp_path / "a.json").write_text('[{"text": "x"},\n{"text": "y"}]')
@@ -180,10 +190,11 @@ def test_a_very_long_document_has_the_tokens_of_the_whole(
     # Stretches without a place to cut, and runs of spaces.
     text = f"{text}{'x' * 5000}  \n\n   {text}{'漢' * 3000}, {text}"
     whole = used.encode([Record("text", text)], "text")
-    monkeypatch.setattr(tokenising, "PIECE", 1000)
+    monkeypatch.setattr(plain_text, "PIECE", 1000)
     pieces = []
-    piece = used._piece
-    monkeypatch.setattr(used, "_piece", lambda text: pieces.append(len(text)) or piece(text))
+    plain = used._plain
+    piece = plain._piece
+    monkeypatch.setattr(plain, "_piece", lambda text: pieces.append(len(text)) or piece(text))
     cut = used.encode([Record("text", text)], "text")
     assert np.array_equal(cut.tokens, whole.tokens)
     assert max(pieces) < 20_000

@@ -294,3 +294,25 @@ def test_gates_without_gradients_are_those_with_them(num_shared):
     for ours, theirs in zip(router.statistics, counted, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert not inferred.gates_BNH.requires_grad
+
+
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("kind", "dim"), [("two_stage", 512), ("two_stage", 32), ("query_norm", 32)]
+)
+def test_statistics_are_of_the_forward_whatever_its_tensors_hold_later(kind, dim, inference):
+    torch.manual_seed(0)
+    router = build_router(dim, LayerPlan(8, 4, 2, 2), RouterOptions(kind=kind), normal_init)
+    x, q, mask = torch.randn(2, 9, dim), torch.randn(2, 8, 9, 4), torch.rand(2, 9) > 0.3
+    router(x, q, mask)
+    expected = [part.detach().clone() for part in router.statistics]
+    with inference():
+        routing = router(x, q, mask)
+        # Buffers that serve again: of the batch, and of the heads' output that gates may become.
+        mask.fill_(True)
+        x.zero_()
+        q.zero_()
+        routing.gates_BNH.zero_()
+        statistics = router.statistics
+    for ours, theirs in zip(statistics, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

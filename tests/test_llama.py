@@ -182,6 +182,17 @@ def test_cached_steps_equal_one_full_forward(kind):
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
+def test_a_mask_that_serves_again_changes_no_statistics(kind):
+    model, ids = moh_llama(kind), tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :3] = False
+    with torch.no_grad():
+        model(ids, attention_mask=mask)
+        mask.fill_(True)
+    assert [router.statistics.num_tokens for _, router in routers(model)] == [15, 15]
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
 def test_generate_from_padded_prompts_equals_greedy_steps_without_cache(kind):
     model = moh_llama(kind)
     prompts = [tokens(3), tokens(6)]

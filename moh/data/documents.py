@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ KINDS = {
 }
 PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
 
-Kind = Literal["line", "text"]
+Kind = Literal["line", "text", "plain"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Record:
     """One entry of a source, before it is known whether it holds a document.
 
     Attributes:
-        kind: ``line`` (a line of JSON, bytes) or ``text`` (a document: text, its UTF-8 bytes, or
-            None where the source has none).
+        kind: ``line`` (a line of JSON, bytes), ``text`` (a document: text, its UTF-8 bytes, or
+            None where the source has none) or ``plain`` (the UTF-8 bytes of a document of a plain
+            text file, whose white space at both ends is the file's and not the document's).
         data: its content.
     """
 
@@ -46,6 +48,10 @@ class Record:
 
 class SkippedError(Exception):
     """A record that is no document; its message is the reason."""
+
+
+class EmptyError(SkippedError):
+    """A record with nothing but white space."""
 
 
 def expand_sources(sources: list[str]) -> list[str]:
@@ -115,7 +121,7 @@ class Reading:
                 number += 1
         except RunError:
             raise
-        except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise RunError(
                 f"cannot read {self.source} after {number} records: {first_line}"
@@ -137,7 +143,7 @@ class Reading:
             elif self.blank_lines:
                 yield from _paragraphs(stream)
             else:
-                yield Record("text", stream.read())
+                yield Record("plain", stream.read())
 
 
 def _lines(stream: IO[bytes] | gzip.GzipFile, path: Path) -> Iterator[Record]:
@@ -154,13 +160,13 @@ def _lines(stream: IO[bytes] | gzip.GzipFile, path: Path) -> Iterator[Record]:
 def _paragraphs(stream: IO[bytes] | gzip.GzipFile) -> Iterator[Record]:
     lines: list[bytes] = []
     for line in stream:
-        if line.strip():
+        if line.decode(errors="replace").strip():
             lines.append(line)
         elif lines:
-            yield Record("text", b"".join(lines).strip())
+            yield Record("plain", b"".join(lines))
             lines = []
     if lines:
-        yield Record("text", b"".join(lines).strip())
+        yield Record("plain", b"".join(lines))
 
 
 class _ArrowStream(io.RawIOBase):
@@ -237,7 +243,9 @@ def document(record: Record, key: str) -> str:
     if not isinstance(text, str):
         raise SkippedError(f"no text under {key!r}")
     if not text.strip():
-        raise SkippedError("empty")
+        raise EmptyError("empty")
+    if record.kind == "plain":
+        text = text.strip()
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -187,3 +187,20 @@ def rename_folder(aside: Path, target: Path) -> None:
     os.umask(mask)
     os.chmod(aside, 0o777 & ~mask)
     aside.rename(target)
+
+
+def save_tokenizer(out: Path, tokenizer: DocumentTokenizer) -> None:
+    """Keep the tokenizer beside its tokens."""
+    target = out / "tokenizer"
+    if target.is_dir():
+        return
+    aside = Path(tempfile.mkdtemp(prefix=".tokenizer.", dir=out))
+    try:
+        tokenizer.save(aside)
+        rename_folder(aside, target)
+    except OSError:
+        # Another part was first.
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -20,12 +18,15 @@ import torch
 from torch import Tensor
 
 from moh.config import TextConfig
+from moh.data.documents import EmptyError, Reading, SkippedError, document
 from moh.data.order import ShuffledOrder, stable_seed
+from moh.data.plain_text import PlainText, fast_backend, num_ids
 from moh.errors import RunError
 
 EMBEDDED = Path(__file__).parent / "embedded" / "state_of_the_union.txt.xz"
 BOUNDARY = "<|endoftext|>"  # between documents; also begin, end and padding of a sequence
-_LAYOUT = 1  # of the cache; a new number makes old caches be built again
+TEXT_KEY = "text"  # of a document in a line of JSON or a table
+_LAYOUT = 2  # of the cache; a new number makes old caches be built again
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -42,22 +43,21 @@ def read_documents(root: str | Path | None = None) -> list[str]:
         RunError: nothing to read there, or not UTF-8.
     """
     path = EMBEDDED if root is None else Path(root)
-    try:
-        if path.is_dir():
-            texts = [_read(file) for file in sorted(path.glob("*.txt"))]
-        else:
-            texts = re.split(r"\n[^\S\n]*\n", _read(path))
-    except (OSError, lzma.LZMAError, UnicodeDecodeError, EOFError) as error:
-        raise RunError(f"cannot read text {path}: {error}") from None
-    documents = [stripped for text in texts if (stripped := text.strip())]
+    if not path.exists():
+        raise RunError(f"cannot read text {path}: no such file or folder")
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    documents = []
+    for file in files:
+        for record in Reading(str(file), TEXT_KEY, blank_lines=not path.is_dir()):
+            try:
+                documents.append(document(record, TEXT_KEY))
+            except EmptyError:
+                continue
+            except SkippedError as error:
+                raise RunError(f"cannot read text {file}: {error}") from None
     if not documents:
         raise RunError(f"no text in {path}: needs a text file or a folder of .txt files")
     return documents
-
-
-def _read(path: Path) -> str:
-    raw = path.read_bytes()
-    return (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode()
 
 
 def split_documents(
@@ -127,11 +127,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Any:
 
 def encode_documents(documents: Sequence[str], tokenizer: Any) -> Tokens:
     """One array of all documents, the tokenizer's end token before the first and after each."""
-    encoded = tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
+    plain = PlainText(tokenizer)
     boundary = [tokenizer.eos_token_id]
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    parts = [boundary, *(part for ids in encoded for part in (ids, boundary))]
-    return np.concatenate([np.asarray(part, dtype=dtype) for part in parts])
+    parts = [boundary, *(part for ids in plain.ids(documents) for part in (ids, boundary))]
+    return np.concatenate([np.asarray(part, dtype=plain.dtype) for part in parts])
 
 
 class TokenStream:
@@ -210,15 +209,16 @@ class TextSet:
         documents = read_documents(config.root)
         train, validation = split_documents(documents, config.validation_share)
         tokenizer = None if config.tokenizer is None else load_tokenizer(Path(config.tokenizer))
-        if tokenizer is not None and len(tokenizer) > vocab_size:
+        if tokenizer is not None and (size := num_ids(tokenizer)) > vocab_size:
             raise ValueError(
-                f"data.tokenizer {config.tokenizer} has {len(tokenizer)} tokens > "
+                f"data.tokenizer {config.tokenizer} has {size} tokens > "
                 f"model.vocab_size {vocab_size}"
             )
-        kind = f"bpe {vocab_size}" if tokenizer is None else tokenizer.backend_tokenizer.to_str()
-        key = json.dumps([_LAYOUT, train, validation, kind])
+        kind = f"bpe {vocab_size}" if tokenizer is None else fast_backend(tokenizer).to_str()
+        # The same text keeps its fingerprint where the layout of the cache changes.
+        key = json.dumps([1, train, validation, kind])
         fingerprint = hashlib.sha256(key.encode()).hexdigest()
-        folder = cache_folder(cache_dir) / f"text-{fingerprint[:16]}"
+        folder = cache_folder(cache_dir) / f"text{_LAYOUT}-{fingerprint[:16]}"
         if not folder.is_dir():
             tokenizer = tokenizer or train_tokenizer(train, vocab_size)
             _write_cache(folder, tokenizer, train, validation)

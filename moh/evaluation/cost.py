@@ -1,11 +1,13 @@
 """Multiply-accumulates of a model: MHA or dense, and with only the selected heads computed.
 
 Counted by PyTorch's own counter on the meta device, so nothing is allocated and no formula of a
-backbone is repeated here.
+backbone is repeated here. A forward pass takes seconds there, so each model is passed through once,
+as MHA and with one of its equal blocks in the place of all; what its heads add is arithmetic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh.backbones.build import build_model, without_pretrained
-from moh.backbones.convert import attention_layers, converted_layers, head_plan, head_shapes
+from moh.backbones.build import (
+    build_model,
+    is_mha,
+    make_plan,
+    router_options,
+    without_pretrained,
+)
+from moh.backbones.convert import attention_layers, head_shapes, revert
 from moh.config import (
     Config,
     DiTConfig,
@@ -24,7 +32,8 @@ from moh.config import (
     TextConfig,
     TimmConfig,
 )
-from moh.heads import Router, routers
+from moh.evaluation.equal_blocks import pass_equal_blocks
+from moh.heads import build_router
 
 
 @dataclass(frozen=True)
@@ -67,28 +76,34 @@ def describe_model(
         ValueError: a model or plan that cannot be built.
     """
     model = without_pretrained(model)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        built = build_model(model, heads)
-        plain = build_model(model, HeadsConfig())
-        inputs, options = example_inputs(model, seq_len)
-    unit, size = (
-        ("token", options["input_ids"].shape[1]) if "input_ids" in options else ("image", 1)
-    )
-    plan = head_plan(built)
-    causal = 0.5 if isinstance(model, LlamaConfig) else 1.0
-    mha, _ = _count(plain, inputs, options, causal)
-    dense, saved = _count(built, inputs, options, causal)
+    plain = counted = _counted(model, HeadsConfig(), seq_len)
+    routing, saved = 0.0, 0.0
+    router_parameters, plan = 0, None
+    if not is_mha(heads):
+        counted = _counted(model, heads, seq_len)
+        plan, options = make_plan(heads, counted.shapes), router_options(heads)
+        assert plan is not None
+        causal = 0.5 if isinstance(model, LlamaConfig) else 1.0
+        for layer, of in zip(counted.layers, plan, strict=True):
+            with torch.device("meta"):
+                router = build_router(layer.width, of, options, nn.init.zeros_)
+            parameters = sum(parameter.numel() for parameter in router.parameters())
+            router_parameters += parameters
+            routing += layer.tokens * parameters
+            projection = layer.tokens * layer.width * of.num_heads * of.head_dim
+            unselected = 1 - of.num_active / of.num_heads
+            saved += unselected * (causal * layer.core + 2 * projection)
     return Description(
-        parameters=sum(p.numel() for p in built.parameters()),
-        router_parameters=sum(p.numel() for _, r in routers(built) for p in r.parameters()),
+        parameters=counted.parameters + router_parameters,
+        router_parameters=router_parameters,
         activated_ratio=plan.activated_ratio if plan else 1.0,
         shared_share=plan.shared_share if plan else None,
         routed_layers=plan.routed_layers if plan else 0,
-        layers=len(head_shapes(plain)),
-        unit=unit,
-        mha_macs=mha / size,
-        dense_macs=dense / size,
-        sparse_macs=(dense - saved) / size,
+        layers=len(plain.layers),
+        unit=counted.unit,
+        mha_macs=plain.macs / plain.size,
+        dense_macs=(counted.macs + routing) / counted.size,
+        sparse_macs=(counted.macs + routing - saved) / counted.size,
     )
 
 
@@ -125,49 +140,88 @@ def example_inputs(
     return (), {"input_ids": ids, "attention_mask": mask, "use_cache": False}
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """An attention layer: multiply-accumulates of its core, tokens and their width."""
+
+    core: float
+    tokens: float
+    width: int
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A model without routers: what one forward pass of ``size`` units takes, and its layers."""
+
+    parameters: int
+    macs: float
+    unit: str
+    size: int
+    layers: tuple[_Layer, ...]
+    shapes: tuple[tuple[int, int], ...]
+
+
+_COUNTED: dict[str, _Counted] = {}
+
+
+def _counted(model: ModelConfig, heads: HeadsConfig, seq_len: int | None) -> _Counted:
+    """Count a model with the attention layers that ``heads`` wants; once in a process."""
+    own = heads.num_heads is not None or heads.head_dim is not None
+    key = repr((model, seq_len, (heads.num_heads, heads.head_dim, heads.layers) if own else None))
+    if key not in _COUNTED:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            built = build_model(model, heads if own else HeadsConfig())
+            inputs, options = example_inputs(model, seq_len)
+        causal = 0.5 if isinstance(model, LlamaConfig) else 1.0
+        _COUNTED[key] = _count(revert(built) if own else built, inputs, options, causal)
+    return _COUNTED[key]
+
+
 def _count(
     model: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any], causal: float
-) -> tuple[float, float]:
-    """Multiply-accumulates of a forward pass, and those that unselected heads took.
-
-    Sparse execution leaves out the share of the unselected heads in a layer's core (what no linear,
-    convolution or router of it does), in its query projection and in its output projection.
-    """
+) -> _Counted:
+    """Pass a model without routers through once. It is of no use afterwards."""
     counter = FlopCounterMode(display=False)
     model.eval()
+    stands_for = pass_equal_blocks(model)
     with counter, torch.no_grad(), torch.device("meta"):
         model(*inputs, **options)
     counts = counter.get_flop_counts()
-    root = type(model).__name__
 
     def macs(name: str) -> float:
-        return sum(counts.get(f"{root}.{name}" if name else root, {}).values()) / 2
+        block = next((b for b in stands_for if name == b or name.startswith(f"{b}.")), None)
+        if block is not None:
+            name = stands_for[block] + name.removeprefix(block)
+        return sum(counts.get(f"{type(model).__name__}.{name}", {}).values()) / 2
 
-    total, saved = float(counter.get_total_flops()) / 2, 0.0
-    for name, module, wiring in attention_layers(model) + converted_layers(model):
-        layers = [
+    total = counter.get_total_flops() / 2 + sum(macs(block) for block in stands_for)
+    layers = []
+    for name, module, wiring in attention_layers(model):
+        parts = [
             child
             for child, part in module.named_modules()
-            if isinstance(part, nn.Linear | nn.Conv2d | Router) and "router." not in child
+            if isinstance(part, nn.Linear | nn.Conv2d)
         ]
-        core = macs(name) - sum(macs(f"{name}.{child}") for child in layers)
+        # What no linear or convolution of the layer does.
+        core = macs(name) - sum(macs(f"{name}.{child}") for child in parts)
         total -= (1 - causal) * core
-        router = getattr(module, "router", None)
-        if isinstance(router, Router):
-            width, num_heads, head_dim = wiring.shape(module)
-            tokens = _tokens(counts, f"{root}.{name}", module)
-            projection = tokens * width * num_heads * head_dim
-            unselected = 1 - router.plan.num_active / router.plan.num_heads
-            saved += unselected * (causal * core + 2 * projection)
-    return total, saved
+        layers.append(_Layer(core, _tokens(macs, name, module), wiring.shape(module)[0]))
+    text = "input_ids" in options
+    return _Counted(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        macs=total,
+        unit="token" if text else "image",
+        size=options["input_ids"].shape[1] if text else 1,
+        layers=tuple(layers),
+        shapes=tuple(head_shapes(model)),
+    )
 
 
-def _tokens(counts: Any, name: str, module: nn.Module) -> float:
+def _tokens(macs: Callable[[str], float], name: str, module: nn.Module) -> float:
     """Tokens of a layer, from the cost of its output projection."""
     for child in ("proj", "o_proj", "to_out.0"):
-        flops = sum(counts.get(f"{name}.{child}", {}).values())
-        if flops:
+        if found := macs(f"{name}.{child}"):
             linear = module.get_submodule(child)
             assert isinstance(linear, nn.Linear)
-            return flops / 2 / (linear.in_features * linear.out_features)
+            return found / (linear.in_features * linear.out_features)
     raise AssertionError(f"{name} has no output projection")

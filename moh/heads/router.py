@@ -25,6 +25,9 @@ WIDE = 256  # width of an input from which on a router's layers are computed as 
 class Routing(NamedTuple):
     """What a router decided for each token.
 
+    Whoever gets it may write to the gates in place, but not to the other two, which the router's
+    statistics are summed from later.
+
     Attributes:
         gates_BNH: weight of each head's output, float32; 0 for a head that is not active.
         selected_BNE: whether each routed head is active.
@@ -173,6 +176,8 @@ class Router(nn.Module):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             self.statistics = _sums(routing, mask_BN)
         else:
+            # The mask is the caller's, who may write the next batch's into it before that.
+            mask_BN = None if mask_BN is None else mask_BN.clone()
             self._statistics, self._unsummed = None, (routing, mask_BN)
         return routing
 
