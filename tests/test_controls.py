@@ -105,7 +105,7 @@ def test_fixed_heads_are_those_of_a_smaller_model(kind):
         weight.data.requires_grad_()
     if kind == "two_stage":
         routing.gates_BNH.square().sum().backward()
-        assert (router.routed.weight.grad[2:].abs() < 1e-6).all()
+        assert (router.routed.weight.grad[2:].abs() < 1e-5).all()
         assert (router.routed.weight.grad[:2].abs() > 1e-6).any()
 
 

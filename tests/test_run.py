@@ -160,7 +160,9 @@ def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkey
 
     def poisoned(self, model, batch, random):
         value, count = loss(self, model, batch, random)
-        return (value * float("nan") if len(seen) >= 2 else value), seen.append(count) or count
+        if value.requires_grad:
+            seen.append(count)
+        return (value * float("nan") if len(seen) > 2 else value), count
 
     seen: list[int] = []
     monkeypatch.setattr(Classification, "loss", poisoned)
@@ -186,7 +188,8 @@ def test_an_outcome_that_is_read_late_stops_the_run_before_anything_is_saved(tmp
 
     def poisoned(self, model, batch, random):
         value, count = loss(self, model, batch, random)
-        seen.append(count)
+        if value.requires_grad:
+            seen.append(count)
         return (value * float("nan") if len(seen) == 4 else value), count
 
     monkeypatch.setattr(Classification, "loss", poisoned)
