@@ -105,8 +105,8 @@ def test_fixed_heads_are_those_of_a_smaller_model(kind):
         weight.data.requires_grad_()
     if kind == "two_stage":
         routing.gates_BNH.square().sum().backward()
-        assert (router.routed.weight.grad[2:].abs() < 1e-5).all()
-        assert (router.routed.weight.grad[:2].abs() > 1e-6).any()
+        selected, others = router.routed.weight.grad.abs().split([2, 4])
+        assert others.max() < 1e-4 * selected.max()
 
 
 @pytest.mark.parametrize("selection", ["random", "fixed"])
