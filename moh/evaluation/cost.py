@@ -86,7 +86,7 @@ def describe_model(
         causal = 0.5 if isinstance(model, LlamaConfig) else 1.0
         for layer, of in zip(counted.layers, plan, strict=True):
             with torch.device("meta"):
-                router = build_router(layer.width, of, options, nn.init.zeros_)
+                router = build_router(layer.width, of, options, lambda weight, generator: None)
             parameters = sum(parameter.numel() for parameter in router.parameters())
             router_parameters += parameters
             routing += layer.tokens * parameters
