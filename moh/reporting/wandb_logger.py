@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,11 +13,16 @@ import numpy as np
 
 from moh.config import LoggerConfig
 
+INIT_SECONDS = 30  # that a server which has answered has for the start of a run
+FINISH_SECONDS = 300  # for what is not sent when it ends; the files stay
+
 
 class RunLogger:
     """One wandb run for one run folder; the same id whenever the run goes on.
 
-    A failure of wandb is told once and the run goes on without it.
+    A server that does not answer, or does not take the run, is told in one line; the run is then
+    logged to files, as offline. Any other failure of wandb is told once and the run goes on without
+    it.
 
     Args:
         folder: run folder; wandb's files go to ``folder/wandb``.
@@ -35,26 +42,56 @@ class RunLogger:
 
             self._wandb = wandb
             self.id = _stored_id(folder) or secrets.token_hex(4)
+            options = {
+                "project": settings.project,
+                "entity": settings.entity,
+                "id": self.id,
+                "name": run_id,
+                "group": str(config["name"]).rsplit("/", 1)[0],
+                "job_type": config["heads"]["name"],
+                "tags": [config["protocol"], config["heads"]["name"], config["task"]["name"]],
+                "dir": str(folder),
+                "config": config,
+            }
+            if self.mode == "online" and not (_server_answers() and self._start_online(options)):
+                self.mode = "offline"
+            if self.mode == "offline":
+                self._start("offline", options)
+            assert self.run is not None
+            self.id = str(self.run.id)  # in a sweep its agent chooses
             (folder / "wandb_id").write_text(self.id)
-            self.run = wandb.init(
-                project=settings.project,
-                entity=settings.entity,
-                id=self.id,
-                resume="allow" if self.mode == "online" else None,
-                name=run_id,
-                group=str(config["name"]).rsplit("/", 1)[0],
-                job_type=config["heads"]["name"],
-                tags=[config["protocol"], config["heads"]["name"], config["task"]["name"]],
-                dir=str(folder),
-                config=config,
-                mode=cast(Any, self.mode),
-                reinit="finish_previous",
-                settings=wandb.Settings(
-                    silent=True, console="off", disable_git=False, x_disable_stats=True
-                ),
-            )
         except Exception as error:
             self._fail(error)
+
+    def _start_online(self, options: dict[str, Any]) -> bool:
+        """Start the run on the server; False if it does not take it."""
+        files = Path(options["dir"]) / "wandb"
+        before = set(files.glob("run-*"))
+        try:
+            self._start("online", options)
+        except Exception as error:
+            _give_up(_first_line(error))
+            for attempt in set(files.glob("run-*")) - before:
+                shutil.rmtree(attempt, ignore_errors=True)  # has no curves
+            return False
+        return True
+
+    def _start(self, mode: str, options: dict[str, Any]) -> None:
+        self.run = self._wandb.init(
+            mode=cast(Any, mode),
+            resume="allow" if mode == "online" else None,
+            reinit="finish_previous",
+            settings=self._wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=False,
+                x_disable_stats=True,
+                init_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                finish_timeout_raises=True,
+            ),
+            **options,
+        )
 
     def log(self, row: dict[str, Any], step: int) -> None:
         """Curves of one update; lists under ``head_load/`` become histograms."""
@@ -98,8 +135,41 @@ class RunLogger:
 
     def _fail(self, error: Exception) -> None:
         self.run = None
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"moh: wandb failed, the run goes on without it: {first}")
+        print(f"moh: wandb failed, the run goes on without it: {_first_line(error)}")
+
+
+@cache
+def _server_answers() -> bool:
+    """Whether wandb's server takes this machine's key; asked once in a process.
+
+    Starting a run would wait much longer, and leave a run behind that cannot be written to.
+    """
+    import wandb
+
+    url = wandb.setup(wandb.Settings(mode="online", silent=True)).settings.base_url
+    try:
+        if wandb.login(verify=True, prompt=False):
+            return True
+        reason = f"no key for {url}"
+    except Exception as error:
+        reason = _first_line(error)
+        if "did not respond" in reason:
+            reason = f"no answer from {url}"
+    _give_up(reason)
+    return False
+
+
+def _give_up(reason: str) -> None:
+    """Say that runs go to files, and leave the server alone."""
+    import wandb
+
+    print(f"moh: wandb: {reason}; logging to files, `wandb sync` with the run's folder sends them")
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would go to the same server, with retries
+    wandb.teardown()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _mode(wanted: str) -> str:
