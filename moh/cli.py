@@ -134,7 +134,8 @@ def _run_here(jobs: Sequence[DictConfig], arguments: Sequence[str]) -> int:
         except Exception as error:
             # A RunError is written for the user; anything else came before there was a run folder.
             if not isinstance(error, RunError):
-                traceback.print_exc()
+                if not isinstance(error, OSError):
+                    traceback.print_exc()
                 error = RunError(f"{job.name} seed {job.seed}: {in_one_line(error)}")
             print(f"moh: {error}", file=sys.stderr, flush=True)
             failures.append(f"{job.name} seed {job.seed}")

@@ -96,7 +96,7 @@ def _globbed(override: str) -> str:
         return override
     found = value.filter(names)
     if not found:
-        raise ValueError(f"{override}: matches no {key}{nearest(value.include[0], names)}")
+        raise ValueError(f"{override}: matches no {key}{nearest(' '.join(value.include), names)}")
     return f"{key}={','.join(found)}" if len(found) > 1 else f"{key}=choice({found[0]})"
 
 

@@ -56,7 +56,11 @@ def values_of(override: Override) -> list[Any]:
         raise ValueError(f"{text}: glob is for the options of a group, such as experiment")
     if not override.is_discrete_sweep():
         raise ValueError(f"{text}: an interval has no end of values; write a list or range(...)")
-    if not (values := list(override.sweep_iterator())):
+    try:
+        values = list(override.sweep_iterator())
+    except (HydraException, ValueError) as error:
+        raise ValueError(f"{text}: {str(error).splitlines()[0]}") from None
+    if not values:
         raise ValueError(f"{text}: stands for no value")
     return values
 
@@ -84,21 +88,23 @@ def _readable(override: str, many: bool) -> str:
     key, value = match["key"], match["value"]
     if value == "None":
         return f"{key}=null"
+    types = keys().get(key_of(override), {""})
+    if value.startswith("{") and any(kind.startswith("dict") for kind in types):
+        # Hydra wants names without quotes, and takes the key for a struct unless it is forced.
+        override = f"++{key_of(override)}=" + _NAME.sub(r"\2:", value)
+        key, _, value = override.partition("=")
     try:
         parsed = parse(override)
     except ValueError as error:
         if _FUNCTION.fullmatch(value):
             raise
-        if value.startswith("{") and _NAME.search(value):
-            bare = _NAME.sub(r"\2:", value)
-            return _readable(f"{key}={bare}", many)
         if many and "," in value:
             quoted = ",".join(quote(part) for part in value.split(","))
             raise ValueError(f'{error}; write "{key}={quoted}"') from None
         return f"{key}={quote(value)}"
-    is_text = keys().get(key_of(override), {""}) <= {"str", "str | None"}
-    if is_text and not parsed.is_sweep_override() and not _FUNCTION.fullmatch(value):
-        return override if isinstance(parsed.value(), str | None) else f"{key}={quote(value)}"
+    one_text = types <= {"str", "str | None"} and not parsed.is_sweep_override()
+    if one_text and not _FUNCTION.fullmatch(value) and not isinstance(parsed.value(), str | None):
+        return f"{key}={quote(value)}"
     return override
 
 

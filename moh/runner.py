@@ -229,6 +229,7 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
         write_text(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         try:
             _carry_out(folder, typed, arguments)
+            publish(folder, Path(typed.results_dir) / "runs" / identity)
         except KeyboardInterrupt:
             raise StoppedError(f"{identity}: stopped by SIGINT; the same command goes on") from None
         except StoppedError as error:
@@ -247,7 +248,6 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
                 raise RunError(f"{identity}: {error.strerror}{where}") from None
             what = str(error) if isinstance(error, ValueError) else in_one_line(error)
             raise RunError(f"{identity}: {what} (traceback in {log})") from None
-        publish(folder, Path(typed.results_dir) / "runs" / identity)
 
 
 def _carry_out(folder: Path, config: Config, arguments: Sequence[str]) -> None:

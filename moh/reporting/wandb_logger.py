@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from functools import cache
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
 
 from moh.config import LoggerConfig
 
+ANSWER_SECONDS = 10  # that the server has for a first answer, in all attempts together
 INIT_SECONDS = 30  # that a server which has answered has for the start of a run
+END_SECONDS = 5  # for wandb's own process to end after that failed
 FINISH_SECONDS = 300  # for what is not sent when it ends; the files stay
 
 
@@ -138,34 +141,61 @@ class RunLogger:
         print(f"moh: wandb failed, the run goes on without it: {_first_line(error)}")
 
 
-@cache
-def _server_answers() -> bool:
-    """Whether wandb's server takes this machine's key; asked once in a process.
+_answers: bool | None = None  # None before it is asked; asked once, for all runs of a command
 
-    Starting a run would wait much longer, and leave a run behind that cannot be written to.
+
+def _server_answers() -> bool:
+    """Whether wandb's server is there, whatever it thinks of this machine's key.
+
+    The start of a run would wait much longer, and requests that time out can keep wandb's own
+    process from ending.
     """
+    global _answers
+    if _answers is not None:
+        return _answers
+    import requests
     import wandb
 
-    url = wandb.setup(wandb.Settings(mode="online", silent=True)).settings.base_url
-    try:
-        if wandb.login(verify=True, prompt=False):
+    settings = wandb.setup(wandb.Settings(mode="online", silent=True)).settings
+    if not wandb.login(verify=False, prompt=False):
+        _give_up(f"no key for {settings.base_url}")
+        return False
+    proxies = {"http": settings.http_proxy, "https": settings.https_proxy}
+    until, reason = time.monotonic() + ANSWER_SECONDS, ""
+    while (left := until - time.monotonic()) > 0:
+        try:
+            status = requests.post(
+                f"{settings.base_url}/graphql",
+                json={"query": "query { viewer { id } }"},
+                proxies={name: url for name, url in proxies.items() if url},
+                timeout=left,
+            ).status_code
+            if status < 500:
+                _answers = True
+                return True
+            reason = f"status {status}"
+        except requests.exceptions.SSLError:  # the client has certificates of its own
+            _answers = True
             return True
-        reason = f"no key for {url}"
-    except Exception as error:
-        reason = _first_line(error)
-        if "did not respond" in reason:
-            reason = f"no answer from {url}"
-    _give_up(reason)
+        except requests.RequestException as error:
+            reason = type(error).__name__
+        time.sleep(min(1, max(0, until - time.monotonic())))
+    _give_up(f"no answer from {settings.base_url} in {ANSWER_SECONDS} s ({reason})")
     return False
 
 
 def _give_up(reason: str) -> None:
     """Say that runs go to files, and leave the server alone."""
+    global _answers
     import wandb
 
+    _answers = False
     print(f"moh: wandb: {reason}; logging to files, `wandb sync` with the run's folder sends them")
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would go to the same server, with retries
-    wandb.teardown()
+    # A run that did not start holds its id until wandb's process ends, which may take for ever.
+    teardown = Thread(target=wandb.teardown, daemon=True)
+    teardown.start()
+    teardown.join(END_SECONDS)
 
 
 def _first_line(error: Exception) -> str:
