@@ -6,7 +6,8 @@ Values that the paper states are in ``conf/``, not here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -308,6 +309,35 @@ def _of_timm(model: str, key: str) -> Any:
     return preparation(model)[key]
 
 
+_GROUPS: tuple[tuple[str, str, type], ...] = (
+    ("heads", "schema", HeadsConfig),
+    ("model", "timm_schema", TimmConfig),
+    ("model", "dit_schema", DiTConfig),
+    ("model", "llama_schema", LlamaConfig),
+    ("model", "llama_folder_schema", LlamaFolderConfig),
+    ("data", "images_schema", ImagesConfig),
+    ("data", "text_schema", TextConfig),
+    ("task", "classification_schema", ClassificationConfig),
+    ("task", "generation_schema", GenerationConfig),
+    ("task", "language_schema", LanguageConfig),
+    ("optim", "schema", OptimConfig),
+    ("trainer", "schema", TrainerConfig),
+    ("eval", "schema", EvalConfig),
+    ("logger", "schema", LoggerConfig),
+    ("launcher", "schema", LauncherConfig),
+)
+
+
+@cache
+def keys() -> dict[str, set[str]]:
+    """Every key that some configuration has, dotted, with its types as they are written here."""
+    found: dict[str, set[str]] = {}
+    for prefix, node in (("", Config), *((f"{group}.", node) for group, _, node in _GROUPS)):
+        for item in fields(node):
+            found.setdefault(prefix + item.name, set()).add(str(item.type))
+    return found
+
+
 def register() -> None:
     """Make the schema known to Hydra; conf files name it in their defaults list.
 
@@ -316,21 +346,5 @@ def register() -> None:
     OmegaConf.register_new_resolver("of_timm", _of_timm, replace=True)
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
-    for group, name, node in (
-        ("heads", "schema", HeadsConfig),
-        ("model", "timm_schema", TimmConfig),
-        ("model", "dit_schema", DiTConfig),
-        ("model", "llama_schema", LlamaConfig),
-        ("model", "llama_folder_schema", LlamaFolderConfig),
-        ("data", "images_schema", ImagesConfig),
-        ("data", "text_schema", TextConfig),
-        ("task", "classification_schema", ClassificationConfig),
-        ("task", "generation_schema", GenerationConfig),
-        ("task", "language_schema", LanguageConfig),
-        ("optim", "schema", OptimConfig),
-        ("trainer", "schema", TrainerConfig),
-        ("eval", "schema", EvalConfig),
-        ("logger", "schema", LoggerConfig),
-        ("launcher", "schema", LauncherConfig),
-    ):
+    for group, name, node in _GROUPS:
         store.store(group=group, name=name, node=node)

@@ -17,6 +17,12 @@ class StoppedError(RunError):
     EXIT_STATUS = 75
 
 
+def in_one_line(error: BaseException) -> str:
+    """An error that was not written for the user: its kind, and the first line of what it says."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def some(names: Sequence[str], most: int) -> str:
     """The first ``most`` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

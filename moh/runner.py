@@ -35,7 +35,7 @@ from moh.config import (
     TimmConfig,
     TrainerConfig,
 )
-from moh.errors import RunError, StoppedError
+from moh.errors import RunError, StoppedError, in_one_line
 from moh.lineage import trained_weights
 from moh.signals import stop_at_once
 from moh.validation import validate
@@ -237,6 +237,7 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
         write_text(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         try:
             _carry_out(folder, typed, arguments)
+            publish(folder, Path(typed.results_dir) / "runs" / identity)
         except KeyboardInterrupt:
             raise StoppedError(f"{identity}: stopped by SIGINT; the same command goes on") from None
         except StoppedError as error:
@@ -246,14 +247,15 @@ def run(config: DictConfig, arguments: Sequence[str] | None = None) -> None:
         except RunError:
             _remove_if_empty(folder, Path(typed.runs_dir))
             raise
-        except OSError as error:
-            write_text(folder / "error.log", traceback.format_exc())
-            where = f" ({error.filename})" if error.filename else ""
-            raise RunError(f"{identity}: {error.strerror or error}{where}") from None
-        except ValueError as error:
-            write_text(folder / "error.log", traceback.format_exc())
-            raise RunError(f"{identity}: {error} (traceback in {folder / 'error.log'})") from None
-        publish(folder, Path(typed.results_dir) / "runs" / identity)
+        except Exception as error:
+            log = folder / "error.log"
+            with suppress(OSError):  # such as a full disk, which may be the error itself
+                write_text(log, traceback.format_exc())
+            if isinstance(error, OSError) and error.strerror:
+                where = f" ({error.filename})" if error.filename else ""
+                raise RunError(f"{identity}: {error.strerror}{where}") from None
+            what = str(error) if isinstance(error, ValueError) else in_one_line(error)
+            raise RunError(f"{identity}: {what} (traceback in {log})") from None
 
 
 def _same_root(folder: Path, config: Config) -> bool:

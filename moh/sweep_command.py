@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from moh.errors import nearest
+from moh.overrides import names_of, parse, values_of
 from moh.sweeps import CONTROLS, EXPERIMENT_FILES, experiment_of, points
 
 # Words of a sweep; the table's file holds their defaults. They are no keys of a run.
 WORDS = ("family", "base", "ratios", "controls", "control_ratios", "shares", "seeds")
 SET_BY_THE_ROW = ("heads", "heads.ratio", "heads.selection", "heads.gate_scale", "experiment")
 PROTOCOLS = ("paper", "demo")
-
-
-def names_of(key: str, overrides: Sequence[str]) -> list[str]:
-    """The values that a command line gives a group, several in a sweep."""
-    values = (override.partition("=") for override in overrides)
-    return [name for found, _, value in values if found == key for name in value.split(",")]
 
 
 def expand_table(overrides: Sequence[str]) -> list[str] | None:
@@ -52,7 +45,7 @@ def expand(overrides: Sequence[str], params: Mapping[str, Any]) -> list[str]:
     Raises:
         ValueError: a word or value that is not allowed; one line.
     """
-    given = {override.key_or_group: override for override in _parse(overrides)}
+    given = {override.key_or_group: override for override in map(parse, overrides)}
     for key in SET_BY_THE_ROW:
         if key in given:
             raise ValueError(f"{key} is set by each row of the table: leave it out")
@@ -79,21 +72,9 @@ def expand(overrides: Sequence[str], params: Mapping[str, Any]) -> list[str]:
     return [*kept, f"experiment={','.join(names)}", f"seed={numbers}"]
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ValueError(str(error).splitlines()[0]) from None
-
-
 def _values(override: Override) -> list[Any]:
     """The values of an override: a sweep's (``a,b``, ``range(...)``), a list's, or the one."""
-    if override.is_sweep_override():
-        try:
-            return list(override.sweep_iterator())
-        except HydraException as error:
-            raise ValueError(f"{override.input_line}: {str(error).splitlines()[0]}") from None
-    return _listed(override.value())
+    return values_of(override) if override.is_sweep_override() else _listed(override.value())
 
 
 def _listed(value: Any) -> list[Any]:

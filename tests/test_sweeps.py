@@ -15,7 +15,7 @@ from synthetic_records import top1, write_run
 
 from moh.backbones.build import build_model
 from moh.backbones.convert import head_plan
-from moh.cli import CONF, ROOT, compose_config, compose_jobs, written_out
+from moh.cli import CONF, ROOT, compose_config, compose_jobs
 from moh.reporting.cli import main as render
 from moh.reporting.records import load_records
 from moh.reporting.report import build_report
@@ -25,6 +25,7 @@ from moh.reporting.sweep_figure import sweep_figure
 from moh.reporting.sweep_rows import with_recorded_rows
 from moh.reporting.tables import build_table
 from moh.runner import config_hash, run_id
+from moh.sweep_command import expand_table
 from moh.sweeps import CONTROLS, Point, experiment_of, point_of, points
 from moh.validation import validate
 
@@ -94,7 +95,7 @@ def test_a_point_is_the_run_that_its_overrides_would_be():
 
 def jobs(*arguments: str) -> list[str]:
     """The rows and seeds that a command stands for."""
-    return [a for a in written_out([*SWEEP, *arguments]) if a.startswith(("experiment", "seed"))]
+    return [a for a in expand_table([*SWEEP, *arguments]) if a.startswith(("experiment", "seed"))]
 
 
 def test_a_sweep_is_mha_each_ratio_and_its_controls_for_every_seed():
@@ -138,8 +139,8 @@ def test_other_settings_reach_every_row_and_may_be_swept_too():
     assert sorted(found) == [
         (f"demo/vit/{name}", lr) for name in ("mha", "ratio_60") for lr in (0.1, 0.2)
     ]
-    smoke = written_out(["table=head_ratio", "controls=none", "ratios=0.6", "protocol=smoke"])
-    assert smoke[1:3] == ["protocol=smoke", "experiment=vit/100ep/mha_s,vit/100ep/ratio_60_s"]
+    smoke = expand_table(["table=head_ratio", "controls=none", "ratios=0.6", "protocol=smoke"])
+    assert smoke[:2] == ["protocol=smoke", "experiment=vit/100ep/mha_s,vit/100ep/ratio_60_s"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -163,7 +164,7 @@ def test_rows_and_commands_of_the_sweeps_agree():
         protocol = "demo" if table.startswith("demo") else "paper"
         family = table.rpartition("_")[2]
         assert rows[0].experiment == bases[protocol][family]
-        *_, found, seeds = written_out(
+        *_, found, seeds = expand_table(
             ["table=head_ratio", f"family={family}", f"protocol={protocol}"]
         )
         assert found == f"experiment={','.join(row.experiment for row in rows)}"
@@ -223,9 +224,8 @@ def test_the_command_line_tells_it_with_status_2_and_shows_the_first_row(tmp_pat
     wrong = command("family=foo")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.strip() == "moh: family foo is not one of vit, dit, llm"
-    assert written_out(["table=head_ratio", "--cfg", "job", "protocol=demo"]) == [
-        *("--cfg", "job", "experiment=demo/vit/mha", "seed=0"),
-    ]
+    shown = command("protocol=demo", "--cfg", "job", "--package", "name")
+    assert (shown.returncode, shown.stdout.split()[-1]) == (0, "demo/vit/mha")
 
 
 def score(name: str, folder: Path, seed: int, value: float, ratio: float, **more) -> None:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
 
 from moh.config import LoggerConfig
 
+ANSWER_SECONDS = 10  # that the server has for a first answer, in all attempts together
+INIT_SECONDS = 30  # that a server which has answered has for the start of a run
+END_SECONDS = 5  # for wandb's own process to end after that failed
+FINISH_SECONDS = 300  # for what is not sent when it ends; the files stay
+
 
 class RunLogger:
     """One wandb run for one run folder; the same id whenever the run goes on.
 
-    A failure of wandb is told once and the run goes on without it.
+    A server that does not answer, or does not take the run, is told in one line; the run is then
+    logged to files, as offline. Any other failure of wandb is told once and the run goes on without
+    it.
 
     Args:
         folder: run folder; wandb's files go to ``folder/wandb``.
@@ -35,26 +45,56 @@ class RunLogger:
 
             self._wandb = wandb
             self.id = _stored_id(folder) or secrets.token_hex(4)
+            options = {
+                "project": settings.project,
+                "entity": settings.entity,
+                "id": self.id,
+                "name": run_id,
+                "group": str(config["name"]).rsplit("/", 1)[0],
+                "job_type": config["heads"]["name"],
+                "tags": [config["protocol"], config["heads"]["name"], config["task"]["name"]],
+                "dir": str(folder),
+                "config": config,
+            }
+            if self.mode == "online" and not (_server_answers() and self._start_online(options)):
+                self.mode = "offline"
+            if self.mode == "offline":
+                self._start("offline", options)
+            assert self.run is not None
+            self.id = str(self.run.id)  # in a sweep its agent chooses
             (folder / "wandb_id").write_text(self.id)
-            self.run = wandb.init(
-                project=settings.project,
-                entity=settings.entity,
-                id=self.id,
-                resume="allow" if self.mode == "online" else None,
-                name=run_id,
-                group=str(config["name"]).rsplit("/", 1)[0],
-                job_type=config["heads"]["name"],
-                tags=[config["protocol"], config["heads"]["name"], config["task"]["name"]],
-                dir=str(folder),
-                config=config,
-                mode=cast(Any, self.mode),
-                reinit="finish_previous",
-                settings=wandb.Settings(
-                    silent=True, console="off", disable_git=False, x_disable_stats=True
-                ),
-            )
         except Exception as error:
             self._fail(error)
+
+    def _start_online(self, options: dict[str, Any]) -> bool:
+        """Start the run on the server; False if it does not take it."""
+        files = Path(options["dir"]) / "wandb"
+        before = set(files.glob("run-*"))
+        try:
+            self._start("online", options)
+        except Exception as error:
+            _give_up(_first_line(error))
+            for attempt in set(files.glob("run-*")) - before:
+                shutil.rmtree(attempt, ignore_errors=True)  # has no curves
+            return False
+        return True
+
+    def _start(self, mode: str, options: dict[str, Any]) -> None:
+        self.run = self._wandb.init(
+            mode=cast(Any, mode),
+            resume="allow" if mode == "online" else None,
+            reinit="finish_previous",
+            settings=self._wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=False,
+                x_disable_stats=True,
+                init_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                finish_timeout_raises=True,
+            ),
+            **options,
+        )
 
     def log(self, row: dict[str, Any], step: int) -> None:
         """Curves of one update; lists under ``head_load/`` become histograms."""
@@ -98,8 +138,68 @@ class RunLogger:
 
     def _fail(self, error: Exception) -> None:
         self.run = None
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"moh: wandb failed, the run goes on without it: {first}")
+        print(f"moh: wandb failed, the run goes on without it: {_first_line(error)}")
+
+
+_answers: bool | None = None  # None before it is asked; asked once, for all runs of a command
+
+
+def _server_answers() -> bool:
+    """Whether wandb's server is there, whatever it thinks of this machine's key.
+
+    The start of a run would wait much longer, and requests that time out can keep wandb's own
+    process from ending.
+    """
+    global _answers
+    if _answers is not None:
+        return _answers
+    import requests
+    import wandb
+
+    settings = wandb.setup(wandb.Settings(mode="online", silent=True)).settings
+    if not wandb.login(verify=False, prompt=False):
+        _give_up(f"no key for {settings.base_url}")
+        return False
+    proxies = {"http": settings.http_proxy, "https": settings.https_proxy}
+    until, reason = time.monotonic() + ANSWER_SECONDS, ""
+    while (left := until - time.monotonic()) > 0:
+        try:
+            status = requests.post(
+                f"{settings.base_url}/graphql",
+                json={"query": "query { viewer { id } }"},
+                proxies={name: url for name, url in proxies.items() if url},
+                timeout=left,
+            ).status_code
+            if status < 500:
+                _answers = True
+                return True
+            reason = f"status {status}"
+        except requests.exceptions.SSLError:  # the client has certificates of its own
+            _answers = True
+            return True
+        except requests.RequestException as error:
+            reason = type(error).__name__
+        time.sleep(min(1, max(0, until - time.monotonic())))
+    _give_up(f"no answer from {settings.base_url} in {ANSWER_SECONDS} s ({reason})")
+    return False
+
+
+def _give_up(reason: str) -> None:
+    """Say that runs go to files, and leave the server alone."""
+    global _answers
+    import wandb
+
+    _answers = False
+    print(f"moh: wandb: {reason}; logging to files, `wandb sync` with the run's folder sends them")
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would go to the same server, with retries
+    # A run that did not start holds its id until wandb's process ends, which may take for ever.
+    teardown = Thread(target=wandb.teardown, daemon=True)
+    teardown.start()
+    teardown.join(END_SECONDS)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _mode(wanted: str) -> str:
