@@ -31,6 +31,7 @@ usage: python -m moh experiment=NAME [mode=train|eval|both] [seed=N] [key=value 
        python -m moh table=NAME --list                 the runs, numbered, and how far each is
        python -m moh table=NAME --only N               run number N alone (job arrays)
        python -m moh ... dry_run=true                  sizes and cost, nothing trained
+       wandb sweep scripts/wandb/sweep.yaml            an agent's --key=value is key=value
 
 exit status: 0 every run finished, 1 a run failed, 2 the command was wrong and nothing was started,
              75 a signal stopped a run, which goes on when it is started again

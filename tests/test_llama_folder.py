@@ -103,10 +103,11 @@ def test_the_released_moh_llama3_is_known_by_its_code_which_is_never_run(tmp_pat
 
 
 def command(folder, tmp_path, *overrides):
+    mode = () if any(word.startswith("mode=") for word in overrides) else ("mode=eval",)
     return compose_jobs(
         [
             "experiment=llm/llama_folder",
-            "mode=eval",
+            *mode,
             f"model.pretrained={folder}",
             f"runs_dir={tmp_path}/runs",
             f"results_dir={tmp_path}/results",

@@ -19,7 +19,7 @@ from moh.training import checkpoint
 from moh.training.loop import Trainer
 
 
-class StopError(Exception):
+class StopError(BaseException):
     """Stands for a kill."""
 
 

@@ -180,7 +180,7 @@ def test_two_processes_draw_the_same_set_and_get_the_same_scores(whole, tmp_path
     assert loads[0].read_text() == loads[1].read_text()
 
 
-class StopError(Exception):
+class StopError(BaseException):
     """Stands for a kill."""
 
 
