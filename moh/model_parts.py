@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from moh.cli import CONF
+from moh.compose import CONF
 from moh.config import Config, register
 
 GROUPS = ("model", "heads", "data")
@@ -27,7 +27,7 @@ _DEFAULTS = {"heads": "mha"}  # what conf/config.yaml chooses
 def model_parts(names: Sequence[str]) -> dict[str, DictConfig]:
     """The ``model``, ``heads`` and ``data`` of experiments that have a file.
 
-    They equal those of :func:`moh.cli.compose_config`; what else it has is not there.
+    They equal those of :func:`moh.compose.compose_config`; what else it has is not there.
     """
     read = {name: _read(name) for name in names}
     wanted = {(group, choice[group]) for choice, _ in read.values() for group in GROUPS}

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from moh.backbones.build import build_model, without_pretrained
-from moh.cli import ROOT, experiments
+from moh.compose import ROOT, experiments
 from moh.config import DiTConfig, HeadsConfig, LlamaConfig, TimmConfig
 from moh.evaluation import cost
 from moh.evaluation.cost import describe_model, example_inputs
@@ -163,7 +163,7 @@ def test_without_names_each_model_is_passed_through_once(monkeypatch):
     count = cost._count
     monkeypatch.setattr(cost, "_COUNTED", {})
     monkeypatch.setattr(cost, "_count", lambda *given: passed.append(given) or count(*given))
-    monkeypatch.setattr("moh.cli._compose", None)  # a tenth of a second for each
+    monkeypatch.setattr("moh.compose.compose_with", None)  # a tenth of a second for each
     found = json.loads(script_runs.finish("describe", "--json"))
     assert len(found) > 50
     models = {(row["model"], row["mha_macs"]) for row in found.values()}

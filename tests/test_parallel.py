@@ -27,22 +27,18 @@ from moh.training.parallel import blocks
 from moh.validation import validate
 
 FAMILIES = ("vit", "dit", "llm")
-# Name -> settings of one process, settings of each of two. Checkpointing is not among the first:
-# that it changes nothing is tested by itself.
+# Name -> settings of each of two processes; one process holds the global batch at once.
 SPLITS = {
-    "ddp": ((), ()),
-    "fsdp": ((), ("trainer.parallel=fsdp",)),
+    "ddp": (),
+    "fsdp": ("trainer.parallel=fsdp",),
     "ddp, accumulation, checkpointing": (
-        ("trainer.device_batch=8",),
-        ("trainer.device_batch=4", "trainer.activation_checkpointing=true"),
+        "trainer.device_batch=4",
+        "trainer.activation_checkpointing=true",
     ),
     "fsdp, accumulation, checkpointing": (
-        ("trainer.device_batch=8",),
-        (
-            "trainer.device_batch=4",
-            "trainer.activation_checkpointing=true",
-            "trainer.parallel=fsdp",
-        ),
+        "trainer.device_batch=4",
+        "trainer.activation_checkpointing=true",
+        "trainer.parallel=fsdp",
     ),
 }
 
@@ -113,14 +109,12 @@ def folders(tmp_path_factory) -> dict[tuple[str, str], tuple[Path, Path]]:
     top = tmp_path_factory.mktemp("parallel")
     alone, together = {}, {}
     for family in FAMILIES:
-        for index, (split, (one, two)) in enumerate(SPLITS.items()):
-            mode = "both" if family == "vit" else "train"
-            settings = (f"mode={mode}", "trainer.threads=1")
-            # Splits of equal settings share their run of one process.
-            shared = tiny(family, top / family / f"one-{len(one)}", *settings, *one)
-            if not folder_of(shared).is_dir():
-                run(shared)
-            alone[family, split] = folder_of(shared)
+        mode = "both" if family == "vit" else "train"
+        settings = (f"mode={mode}", "trainer.threads=1")
+        whole = tiny(family, top / family / "one", *settings)
+        run(whole)
+        for index, (split, two) in enumerate(SPLITS.items()):
+            alone[family, split] = folder_of(whole)
             config = tiny(family, top / family / f"two-{index}", *settings, *two)
             config.launcher.processes = 2
             validate(config)
