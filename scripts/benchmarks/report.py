@@ -61,17 +61,11 @@ def render(folder: Path) -> Path:
             found = json.loads(path.read_text())
             lines = lines or list(_head(found["environment"]))
             lines += part(found["environment"], found["measurements"])
-    if (folder / "benchmark.json").is_file():
-        save_png(figure(found_in(folder)), folder / "speedup.png")
+            if name == "benchmark" and any(map(_drawn, found["measurements"])):
+                save_png(figure(found["measurements"]), folder / "speedup.png")
     page = folder / "README.md"
     write_text(page, "\n".join(lines) + "\n")
     return page
-
-
-def found_in(folder: Path) -> list[Record]:
-    """The measurements of ``make benchmark``."""
-    records: list[Record] = json.loads((folder / "benchmark.json").read_text())["measurements"]
-    return records
 
 
 def _head(where: Record) -> Iterator[str]:
@@ -128,7 +122,11 @@ def _speed(where: Record, records: Sequence[Record]) -> Iterator[str]:
         "least ratio possible: multiply-accumulates of the active heads over those of all. "
         "*Auto* is what `execution=auto` took. Skewed: routed head i is selected as 1/i."
     )
-    yield from ("", "![Speed-up over MHA against sequence length](speedup.png)")
+    absent = [name for name in SECTIONS if name not in {record["section"] for record in records}]
+    if absent:
+        yield from ("", f"Not measured on this machine: {', '.join(absent)}.")
+    if any(map(_drawn, records)):
+        yield from ("", "![Speed-up over MHA against sequence length](speedup.png)")
     paper = paper_speedups()
     for section, (title, text) in SECTIONS.items():
         rows = [record for record in records if record["section"] == section]
